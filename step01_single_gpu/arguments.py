@@ -1,6 +1,7 @@
 """The command line: flags, and what is wrong with them, in one line each."""
 
 import argparse
+import os
 from contextlib import contextmanager
 
 import torch
@@ -22,22 +23,30 @@ def input_errors():
         Parser().error(str(error))
 
 
-def positive(text):
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return int(text)
+def number(kind, least):
+    """A type for argparse: a number of this kind, at least this large; NaN isn't."""
+    def parse(text):
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, not {text}")
+        return value
+    parse.__name__ = kind.__name__  # for argparse's own message: "invalid int value"
+    return parse
+
+
+positive = number(int, 1)
 
 
 def parse_args(argv=None):
     """Returns (args, config) with everything filled in: batch sizes, device and dtype. Raises ValueError."""
     parser = Parser("train.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    shape = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-             "vocab_size")
+    shape = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+             "num_key_value_heads", "vocab_size")
     add("--model_name", default="tiny", help="a preset, a folder with config.json or a hub name")
     for name in shape:
         add(f"--{name}", type=positive, help="in place of the model's own")
-    add("--dataset_name", default="stories", help="stories, a .txt, .json, .jsonl or .parquet file or a hub name")
+    add("--dataset_name", default="stories", help="stories, a .txt, .jsonl or .parquet file or a hub name")
     add("--tokenizer_name", default="bytes", help="bytes, a folder or a hub name")
     add("--seq_len", type=positive, default=256, help="tokens in a sequence")
     add("--micro_batch_size", "--mbs", type=positive, default=2, help="sequences in one forward pass")
@@ -45,39 +54,42 @@ def parse_args(argv=None):
     add("--grad_acc_steps", "--gradient_accumulation_steps", type=positive,
         help="micro-batches in a training step, in place of --global_batch_size")
     add("--total_train_steps", "--steps", type=positive, default=100, help="training steps")
-    add("--learning_rate", type=float, default=3e-3, help="at its highest")
-    add("--warmup_steps", type=int, default=10, help="training steps until it is highest")
-    add("--max_grad_norm", type=float, default=1.0, help="clip gradients to this norm; inf: never")
-    add("--weight_decay", type=float, default=0.1, help="on matrices only")
+    add("--learning_rate", type=number(float, 0), default=3e-3, help="at its highest")
+    add("--warmup_steps", type=number(int, 0), default=10, help="training steps until it is highest")
+    add("--max_grad_norm", type=number(float, 0), default=1.0, help="clip gradients to this norm; inf: never")
+    add("--weight_decay", type=number(float, 0), default=0.1, help="on matrices only")
     add("--seed", type=int, default=0, help="of the weights and of the order of the data")
     add("--dtype", choices=["float32", "bfloat16", "float64"],
         help="bfloat16 is autocast over float32 weights, and the default on a GPU that has it")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")
     add("--use_cpu", dest="device", action="store_const", const="cpu", help="the same as --device cpu")
     add("--metrics_file", help="write one JSON object a training step to this file")
-    add("--profile_dir", help="write a torch.profiler trace of steps 2 to 4 to this folder; ui.perfetto.dev opens it")
+    add("--profile_dir", help="write a torch.profiler trace of steps 2 to 4 to this folder")
     args = parser.parse_args(argv)
 
     config = load_config(args.model_name, **{name: getattr(args, name) for name in shape})
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets it
+    if world_size != 1:
+        raise ValueError(f"the layout needs 1 process, not {world_size}: use --nproc_per_node 1")
     cut_batch(args)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch finds no GPU: use --device cpu")
-    args.device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
+    num_gpus = torch.cuda.device_count()
+    if args.device == "cuda" and num_gpus < 1:
+        raise ValueError(f"--device cuda: {num_gpus} GPUs for 1 process; use --device cpu")
+    args.device = "cuda" if args.device != "cpu" and num_gpus >= 1 else "cpu"
     has_bfloat16 = args.device == "cuda" and torch.cuda.is_bf16_supported()
     args.dtype = args.dtype or ("bfloat16" if has_bfloat16 else "float32")
     return args, config
 
 
 def cut_batch(args):
-    """Fills in global_batch_size = micro_batch_size x grad_acc_steps, of which two say the third."""
-    size = args.micro_batch_size
-    if args.grad_acc_steps and args.global_batch_size not in (None, size * args.grad_acc_steps):
-        raise ValueError(f"--global_batch_size {args.global_batch_size} is not micro_batch_size x grad_acc_steps = "
-                         f"{size * args.grad_acc_steps}: leave one of the three out")
+    """Fills in global_batch_size = grad_acc_steps x micro_batch_size."""
+    size, total = args.micro_batch_size, args.global_batch_size or 8
     if args.grad_acc_steps:
-        args.global_batch_size = size * args.grad_acc_steps
-    args.global_batch_size = args.global_batch_size or 8
-    if args.global_batch_size % size:
-        raise ValueError(f"--global_batch_size {args.global_batch_size} is not a multiple of micro_batch_size {size}: "
-                         f"use --global_batch_size {-(-args.global_batch_size // size) * size}")
-    args.grad_acc_steps = args.global_batch_size // size
+        total = size * args.grad_acc_steps
+        if args.global_batch_size not in (None, total):
+            raise ValueError(f"--global_batch_size {args.global_batch_size} is not {total} = "
+                             f"grad_acc_steps x micro_batch_size: leave one of them out")
+    if total % size:
+        raise ValueError(f"--global_batch_size {total} is not a multiple of {size} = micro_batch_size: "
+                         f"use --global_batch_size {-(-total // size) * size}")
+    args.global_batch_size, args.grad_acc_steps = total, total // size

@@ -22,11 +22,21 @@ class LlamaConfig:
     initializer_range: float = 0.02  # standard deviation of the initial weights
 
     def __post_init__(self):
-        for size, parts in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
-            if getattr(self, size) % getattr(self, parts):
-                raise ValueError(f"{size} {getattr(self, size)} is not a multiple of {parts} {getattr(self, parts)}")
+        for field in fields(self):
+            kind, value = {int: int, float: (int, float)}.get(field.type), getattr(self, field.name)
+            if kind and not (isinstance(value, kind) and value > 0):
+                raise ValueError(f"{field.name} must be {field.type.__name__} and above 0, not {value!r}")
+        for name, divisor in [("hidden_size", "num_attention_heads"),
+                              ("num_attention_heads", "num_key_value_heads")]:
+            size, parts = getattr(self, name), getattr(self, divisor)
+            if size % parts:
+                best = max(n for n in range(1, parts) if size % n == 0)
+                raise ValueError(f"{name} {size} is not a multiple of {divisor} {parts}: "
+                                 f"use --{divisor} {best}")
         if self.head_dim % 2:
-            raise ValueError(f"RoPE needs an even head dimension, not {self.head_dim} = hidden_size / heads")
+            raise ValueError(f"RoPE needs an even head dimension, not hidden_size {self.hidden_size} / "
+                             f"num_attention_heads {self.num_attention_heads} = {self.head_dim}: "
+                             f"use --hidden_size {self.hidden_size + self.num_attention_heads}")
 
     @property
     def head_dim(self):
@@ -67,8 +77,8 @@ def load_config(model_name, **overrides):
         try:
             config = read_config(hf_hub_download(model_name, "config.json"))
         except OSError as error:
-            raise OSError(f"{model_name} is no folder here and can't be had from the hub; without network use "
-                          f"a preset or a folder with config.json ({type(error).__name__})")
+            raise OSError(f"{model_name} is no folder here and can't be had from the hub; without network "
+                          f"use a preset or a folder with config.json ({type(error).__name__})")
     else:
         raise ValueError(f"no model {model_name}: give a folder with config.json, a hub name (owner/name) "
                          f"or one of {', '.join(PRESETS)}")
@@ -77,20 +87,28 @@ def load_config(model_name, **overrides):
 
 def read_config(path):
     """Reads a config.json. What model.py doesn't do is refused by the field's name, never ignored."""
-    with open(path) as file:
-        raw = json.load(file)
-    for name in REQUIRED:
-        if name not in raw:
-            raise ValueError(f"{path}: {name} is missing")
+    with open(path, encoding="utf-8") as file:
+        try:
+            raw = {name: value for name, value in dict(json.load(file)).items() if value is not None}
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no JSON object: {error}")
     # transformers 5 writes rope_parameters, transformers 4 rope_theta and rope_scaling (null for plain RoPE).
     rope = {"rope_theta": raw.get("rope_theta", 1e4), **(raw.get("rope_scaling") or {}),
             **(raw.get("rope_parameters") or {})}
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    for name in [*REQUIRED, *(LLAMA_3_SCALING if rope["rope_type"] == "llama3" else ())]:
+        if name not in {**raw, **rope}:
+            raise ValueError(f"{path}: {name} is missing")
+    llama_3 = {name: rope[name] for name in LLAMA_3_SCALING} if rope["rope_type"] == "llama3" else None
+    values = {"num_key_value_heads": raw["num_attention_heads"], "rms_norm_eps": 1e-6,  # as in transformers
+              **raw, "rope_theta": rope["rope_theta"], "rope_scaling": llama_3}
+    known = {field.name for field in fields(LlamaConfig)}
+    config = LlamaConfig(**{name: value for name, value in values.items() if name in known})
     for name, supported in {
         "model_type": ["llama"],
         "architectures": [None, ["LlamaForCausalLM"]],
         "hidden_act": [None, "silu"],
-        "head_dim": [None, raw["hidden_size"] // raw["num_attention_heads"]],
+        "head_dim": [None, config.head_dim],
         "rope_type": ["default", "llama3"],
         "partial_rotary_factor": [None, 1.0],
         "attention_dropout": [None, 0.0],
@@ -103,7 +121,4 @@ def read_config(path):
         if value not in supported:
             raise ValueError(f"{path}: {name} {json.dumps(value)} is not supported, "
                              f"only {' or '.join(json.dumps(choice) for choice in supported)}")
-    llama_3 = {name: rope[name] for name in LLAMA_3_SCALING} if rope["rope_type"] == "llama3" else None
-    values = {"num_key_value_heads": raw["num_attention_heads"], "rms_norm_eps": 1e-6,  # transformers' defaults
-              **raw, "rope_theta": rope["rope_theta"], "rope_scaling": llama_3}
-    return LlamaConfig(**{field.name: values[field.name] for field in fields(LlamaConfig) if field.name in values})
+    return config

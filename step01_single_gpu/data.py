@@ -6,6 +6,7 @@ step sees is a pure function of (seed, step): nothing has to be remembered to re
 
 import os
 import random
+import sys
 from array import array
 from functools import lru_cache
 from itertools import chain
@@ -16,11 +17,11 @@ FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "pa
 
 
 def stories(count=5000):
-    """Yields little stories in the manner of TinyStories (Eldan and Li, arXiv 2305.07759), the same ones always.
+    """Yields little stories in the manner of TinyStories (Eldan and Li, arXiv 2305.07759), always the same.
 
     Easier than real text: good for seeing a loss fall within a minute, not for comparing models.
     """
-    draw = random.Random(0).random  # the only source of chance: its numbers are the same in every Python version
+    draw = random.Random(0).random  # the one source of chance: its numbers don't depend on Python's version
     names = "Anna Ben Clara David Emma Felix Greta Hugo Ida Jonas Kira Leo Mia Noah Olga Paul".split()
     animals = "cat dog bird frog horse rabbit fox duck mouse turtle".split()
     things = "ball kite boat hat drum cake lamp book shell key".split()
@@ -48,7 +49,7 @@ def stories(count=5000):
 
 
 def load_tokenizer(name):
-    """Returns (encode, vocab_size); encode turns a list of texts into lists of tokens that end with end-of-text.
+    """Returns (encode, vocab_size). encode turns texts into lists of tokens, each ended by end-of-text.
 
     "bytes" needs no files: a token is a byte of UTF-8, and byte 0, which no text contains, is end-of-text.
     """
@@ -58,7 +59,7 @@ def load_tokenizer(name):
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except OSError as error:
-        raise OSError(f"no tokenizer {name}: neither a folder here nor to be had from the hub; without network "
+        raise OSError(f"tokenizer {name} is no folder here and can't be had from the hub; without network "
                       f"use a folder or --tokenizer_name bytes ({type(error).__name__})")
     end = tokenizer.eos_token_id
     if end is None:
@@ -71,10 +72,10 @@ def load_tokenizer(name):
 
 
 def load_tokens(dataset_name, tokenizer_name):
-    """Returns (tokens, vocab_size). dataset_name: "stories", a .txt, .json, .jsonl or .parquet file or a hub name.
+    """Returns (tokens, vocab_size). dataset_name: "stories", a .txt, .jsonl or .parquet file or a hub name.
 
-    Files and hub data are tokenised once and kept in the cache of the library `datasets`; processes that start
-    together wait for the first. A .txt file is one document, other formats hold one in each row's "text".
+    Files and hub data are tokenised once and kept in the cache of the library `datasets`; of processes that
+    start together one works, the others wait. A .txt file is one document, else each row's "text" is one.
     """
     encode, vocab_size = load_tokenizer(tokenizer_name)
     if dataset_name == "stories":
@@ -88,18 +89,10 @@ def load_tokens(dataset_name, tokenizer_name):
     from filelock import FileLock
     os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
     with FileLock(os.path.join(datasets.config.HF_DATASETS_CACHE, "tokenize.lock")):
-        if suffix in FILE_TYPES:
-            options = {"sample_by": "document"} if suffix == ".txt" else {}
-            documents = datasets.load_dataset(
-                FILE_TYPES[suffix], data_files=dataset_name, split="train", **options)
-        else:
-            try:
-                documents = datasets.load_dataset(dataset_name, split="train")
-            except OSError as error:
-                raise OSError(f"{dataset_name} can't be had from the hub; without network use a .txt, .jsonl or "
-                              f".parquet file or --dataset_name stories ({type(error).__name__})")
-        if "text" not in documents.column_names:
-            raise ValueError(f"{dataset_name} has no column text, only {', '.join(documents.column_names)}")
+        documents = load_documents(dataset_name, suffix)
+        column = documents.features.get("text")
+        if getattr(column, "dtype", None) not in ("string", "large_string"):
+            raise ValueError(f"{dataset_name} has no column text of strings: it has {documents.features}")
         tokenized = documents.map(
             lambda rows: {"tokens": encode([text or "" for text in rows["text"]])}, batched=True,
             remove_columns=documents.column_names, desc="tokenise",
@@ -107,9 +100,28 @@ def load_tokens(dataset_name, tokenizer_name):
         return flat_file(tokenized), vocab_size
 
 
+def load_documents(dataset_name, suffix):
+    import datasets
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # in a log they are noise
+    source, hint = {"path": dataset_name}, ("; without network use a .txt, .jsonl or .parquet file or "
+                                            "--dataset_name stories")
+    if suffix in FILE_TYPES:
+        source, hint = {"path": FILE_TYPES[suffix], "data_files": dataset_name}, ""
+    if suffix == ".txt":
+        source["sample_by"] = "document"
+    try:
+        return datasets.load_dataset(**source, split="train")
+    except Exception as error:  # of any kind: each format and the hub have their own
+        reason = f"{type(error).__name__} {error.__cause__ or error}"
+        raise ValueError(f"{dataset_name} can't be loaded{hint} ({reason})")
+
+
 def flat_file(tokenized):
-    """Writes column "tokens" as one flat file beside the data set's cache, unless it is there, and maps it into
-    memory: nothing is read before it is used, and processes share one copy. Returns an int32 tensor."""
+    """Returns column "tokens" as one int32 tensor, mapped from a file beside the data set's cache.
+
+    Nothing is read before it is used, and processes share one copy.
+    """
     path = os.path.splitext(tokenized.cache_files[0]["filename"])[0] + ".tokens"
     if not os.path.exists(path):
         with open(path + ".partial", "wb") as file:
@@ -120,14 +132,15 @@ def flat_file(tokenized):
 
 
 class Sequences:
-    """An endless row of training sequences: each epoch is a fresh permutation of all sequences of the stream."""
+    """An endless row of training sequences. Each epoch is a fresh permutation of all sequences there are."""
 
     def __init__(self, tokens, seq_len, seed):
         self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
-        self.num_sequences = (len(tokens) - 1) // seq_len  # the last target is one token behind the last input
+        self.num_sequences = (len(tokens) - 1) // seq_len  # the last target comes one after the last input
         if self.num_sequences == 0:
-            raise ValueError(f"the text has {len(tokens)} tokens, too few for one sequence of {seq_len} and its last "
-                             f"target: use more text or --seq_len {max(len(tokens) - 1, 1)}")
+            shorter = f" or --seq_len {len(tokens) - 1}" if len(tokens) > 1 else ""
+            raise ValueError(f"the text has {len(tokens)} tokens, too few for one sequence of {seq_len} and "
+                             f"its last target: use more text{shorter}")
 
     @lru_cache(maxsize=2)
     def order(self, epoch):

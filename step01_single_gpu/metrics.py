@@ -17,17 +17,18 @@ class Metrics:
 
     def __init__(self, args, config, num_parameters):
         self.device, self.tokens_per_step = args.device, args.global_batch_size * args.seq_len
-        # Forward and backward, Chowdhery et al., arXiv 2204.02311, appendix B: 6 N + 12 L H Q T, H Q = hidden size.
-        self.flops_per_token = 6 * num_parameters + 12 * config.num_hidden_layers * config.hidden_size * args.seq_len
+        # 6 N + 12 L H Q T, forward and backward (Chowdhery et al., arXiv 2204.02311, appendix B)
+        attention_flops = 12 * config.num_hidden_layers * config.hidden_size * args.seq_len
+        self.flops_per_token = 6 * num_parameters + attention_flops
+        self.start = self.last = time.perf_counter()
         gpu = torch.cuda.get_device_name() if args.device == "cuda" else ""
         self.peak_flops = next((peak for name, peak in PEAK_FLOPS.items() if name in gpu), None)
         self.file = open(args.metrics_file, "w") if args.metrics_file else None
         print(f"{args.model_name}: {num_parameters:,} parameters, {args.dtype} on {gpu or 'the CPU'}")
-        print(f"a training step: {args.global_batch_size} sequences of {args.seq_len} = {self.tokens_per_step:,} "
-              f"tokens, in {args.grad_acc_steps} micro-batches of {args.micro_batch_size}")
+        print(f"a training step: {args.global_batch_size} sequences of {args.seq_len} tokens = "
+              f"{self.tokens_per_step:,}, in {args.grad_acc_steps} micro-batches of {args.micro_batch_size}")
         if self.peak_flops:
             print(f"MFU assumes a peak of {self.peak_flops / 1e12:.0f} TFLOP/s")
-        self.start = self.last = time.perf_counter()
 
     def record(self, step, loss, grad_norm, lr):
         """step counts from 1; loss and grad_norm are tensors of one element."""
@@ -67,8 +68,10 @@ def peak_memory(device):
 
 
 def create_profiler(folder):
-    """A profiler of training steps 2 to 4 that writes its trace into the folder."""
+    """Starts a profiler of training steps 2 to 4 that writes its trace into the folder."""
     os.makedirs(folder, exist_ok=True)
-    return torch.profiler.profile(
+    profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1),
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(os.path.join(folder, "rank0.json")))
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(f"{folder}/rank0.json"))
+    profiler.start()
+    return profiler

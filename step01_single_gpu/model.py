@@ -21,7 +21,7 @@ def rope_tables(positions, config):
     """
     exponents = torch.arange(0, config.head_dim, 2, device=positions.device) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents  # radians per position
-    if config.rope_scaling:  # Llama 3.1: slow rotations are slowed further, fast ones kept, smoothly in between
+    if config.rope_scaling:  # Llama 3.1 slows slow rotations further and keeps fast ones
         factor, low, high, original_length = (config.rope_scaling[key] for key in LLAMA_3_SCALING)
         turns = original_length * frequencies / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -102,8 +102,9 @@ class DecoderLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The functions that modules hold as attributes (project, attend, positions, cross_entropy) are there to be
-    replaced: by a faster kernel, another loss, another way to spread the work."""
+    """The whole model. The functions that it and its layers hold as attributes (project, attend, positions,
+    cross_entropy) can be replaced from outside: by a faster kernel, another loss, a way to spread the work.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -119,7 +120,7 @@ class Llama(nn.Module):
         self.project, self.positions, self.cross_entropy = project, torch.arange, cross_entropy
 
     def forward(self, x):
-        """x: token ids (batch, seq). Returns the logits of each position's next token, (batch, seq, vocab)."""
+        """x: token ids (batch, seq). Returns logits of the next tokens, (batch, seq, vocab)."""
         cos, sin = rope_tables(self.positions(x.size(1), device=x.device), self.config)
         x = self.model.embed_tokens(x)
         for layer in self.model.layers.values():
@@ -131,8 +132,8 @@ class Llama(nn.Module):
 def initial_weights(model, seed):
     """Yields (name, weight), one full float32 weight at a time: normal for matrices, ones for norms.
 
-    Each weight has a random generator of its own, seeded by (seed, name): it doesn't depend on which weights are
-    drawn, in which order or where.
+    Each weight has a random generator of its own, seeded by (seed, name): it doesn't depend on which weights
+    are drawn, in which order or where.
     """
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(random.Random(f"{seed} {name}").getrandbits(63))

@@ -43,7 +43,8 @@ def forward_backward(model, micro_batches, num_tokens, autocast):
 def clip_gradients(model, max_norm):
     """Scales the gradients so that the norm of all of them as one vector is at most max_norm.
 
-    Returns the norm that they had."""
+    Returns the norm that they had.
+    """
     norms = torch.stack([torch.linalg.vector_norm(parameter.grad) for parameter in model.parameters()])
     grad_norm = norms.square().sum().sqrt()
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
@@ -67,7 +68,6 @@ def main(argv=None):
             raise ValueError(f"the tokenizer has {vocab_size} tokens, the model only {config.vocab_size}: "
                              f"use --vocab_size {vocab_size}")
         sequences = Sequences(tokens, args.seq_len, args.seed)
-        profiler = create_profiler(args.profile_dir) if args.profile_dir else None
 
     with torch.device("meta"):  # shapes without memory; the weights come one by one
         model = Llama(config)
@@ -77,12 +77,16 @@ def main(argv=None):
     optimizer = create_optimizer(model, args)
     autocast = torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
-    metrics = Metrics(args, config, num_parameters)
+    with input_errors():
+        metrics = Metrics(args, config, num_parameters)
+        profiler = create_profiler(args.profile_dir) if args.profile_dir else None
     num_tokens = args.global_batch_size * args.seq_len
     for step in range(1, args.total_train_steps + 1):
         first = (step - 1) * args.global_batch_size
-        micro_batches = [sequences.batch(first + i * args.micro_batch_size, args.micro_batch_size, args.device)
-                         for i in range(args.grad_acc_steps)]
+        micro_batches = [
+            sequences.batch(first + i * args.micro_batch_size, args.micro_batch_size, args.device)
+            for i in range(args.grad_acc_steps)
+        ]
         optimizer.zero_grad()
         loss = forward_backward(model, micro_batches, num_tokens, autocast)
         grad_norm = clip_gradients(model, args.max_grad_norm)
@@ -92,6 +96,8 @@ def main(argv=None):
         metrics.record(step, loss, grad_norm, lr)
         if profiler:
             profiler.step()
+    if profiler:
+        profiler.stop()  # writes the trace of a run that ends before step 4
     metrics.close()
     return model
 

@@ -1,0 +1,52 @@
+"""Who is where: the processes as a mesh, and the groups of processes that talk to one another."""
+
+import math
+import os
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+
+class Axis:
+    """One axis of the mesh as one process sees it: the processes that differ from it along this axis alone.
+
+    rank: this process's place on the axis, 0 ... size - 1. Tensors must be contiguous: gloo sums others
+    wrongly and doesn't say so.
+    """
+
+    def __init__(self, rank, size, group=None):
+        self.rank, self.size, self.group = rank, size, group
+
+    def all_reduce(self, tensor, op=dist.ReduceOp.SUM):
+        """Replaces the tensor by its sum over the axis, in place, and returns it."""
+        if self.size > 1:
+            self.start_all_reduce(tensor, op).wait()
+        return tensor
+
+    def start_all_reduce(self, tensor, op=dist.ReduceOp.SUM):
+        """The same in the background: the tensor must not be touched before wait() on what this returns."""
+        assert tensor.is_contiguous()
+        return dist.all_reduce(tensor, op, group=self.group, async_op=True)
+
+
+def create_mesh(sizes, device, timeout):
+    """Starts the process groups.
+
+    sizes: {"dp": 2, ...}, from the slowest axis to the fastest, on which neighbours are neighbours in rank.
+    timeout: seconds that a communication may take. Returns a namespace: an Axis for each name, and the world.
+    """
+    if math.prod(sizes.values()) == 1:
+        return SimpleNamespace(**{name: Axis(0, 1) for name in (*sizes, "world")})
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    timeout = timedelta(seconds=timeout)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+    mesh = SimpleNamespace(world=Axis(dist.get_rank(), dist.get_world_size(), dist.group.WORLD))
+    ranks = torch.arange(mesh.world.size).view(*sizes.values())
+    for i, (name, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(i, -1).reshape(-1, size)  # a row: the processes that differ in this axis alone
+        group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)  # not inherited
+        setattr(mesh, name, Axis(dist.get_rank(group), size, group))
+    return mesh
