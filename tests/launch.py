@@ -3,6 +3,7 @@
 Every run has a time limit, at which all of its processes are killed.
 """
 
+import importlib
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -15,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -23,9 +25,9 @@ SERVER = multiprocessing.get_context("forkserver")
 
 
 def start_server():
-    """Starts the server that has loaded warm.py. PYTHONPATH, since before Python 3.13 it ignores our sys.path."""
+    """Starts the server that has loaded warm.py."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # it ignores sys.path before Python 3.13
     SERVER.set_forkserver_preload(["warm"])
     multiprocessing.forkserver.ensure_running()
     os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
@@ -33,7 +35,7 @@ def start_server():
 
 @dataclass
 class Run:
-    """What is left of a run: exit statuses, output of all ranks, a metrics dict a step, what ranks returned."""
+    """What is left of a run: exit statuses, all output, a metrics dict a step, what ranks returned."""
 
     statuses: list
     output: str
@@ -79,7 +81,8 @@ def _forked(rank, nproc, folder, target, args):
     sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1) for n in (1, 2))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), HF_HUB_OFFLINE="1")
     torch.distributed.init_process_group = partial(  # a file instead of a port, which another could take
-        torch.distributed.init_process_group, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=nproc)
+        torch.distributed.init_process_group, init_method=f"file://{folder}/rendezvous",
+        rank=rank, world_size=nproc)
     torch.save(target(*args), f"{folder}/result{rank}")
 
 
@@ -91,8 +94,20 @@ def call_main(folder, argv):
     return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
+def load(folder):
+    """Imports the modules of a step into this process and forgets their names, which other steps have too."""
+    names = [path.stem for path in Path(folder).glob("*.py")]
+    sys.path.insert(0, str(folder))
+    try:
+        return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(folder))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
 def train(folder, *argv, nproc=1, timeout=60):
-    """Runs folder/train.py with these arguments in warm processes. Returns a Run with metrics and final weights."""
+    """Runs folder/train.py in warm processes. Returns a Run with metrics and each rank's final weights."""
     with tempfile.TemporaryDirectory() as scratch:
         metrics_file = Path(scratch, "metrics.jsonl")
         argv = [*map(str, argv), "--use_cpu", "--metrics_file", str(metrics_file)]
@@ -105,8 +120,8 @@ def train(folder, *argv, nproc=1, timeout=60):
 def command(*argv, timeout=60, cwd=ROOT, env=None):
     """Runs a command in a session of its own; at the time limit all of it is killed. Returns a Run."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
-    process = subprocess.Popen(list(map(str, argv)), cwd=cwd, env=environment, text=True, start_new_session=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(list(map(str, argv)), cwd=cwd, env=environment, text=True,
+                               start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -117,5 +132,6 @@ def command(*argv, timeout=60, cwd=ROOT, env=None):
 
 def torchrun(folder, *argv, nproc=1, timeout=60, **options):
     """Runs folder/train.py as a user would, on a free port."""
-    return command(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", nproc, "--rdzv-backend", "c10d",
-                   "--rdzv-endpoint", "localhost:0", Path(folder, "train.py"), *argv, timeout=timeout, **options)
+    return command(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", nproc,
+                   "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+                   Path(folder, "train.py"), *argv, timeout=timeout, **options)
