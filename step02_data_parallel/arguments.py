@@ -27,10 +27,18 @@ def input_errors():
         Parser().error(str(error))
 
 
-def positive(text):
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return int(text)
+def number(kind, least):
+    """A type for argparse: a number of this kind, at least this large; NaN isn't."""
+    def parse(text):
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, not {text}")
+        return value
+    parse.__name__ = kind.__name__  # for argparse's own message: "invalid int value"
+    return parse
+
+
+positive = number(int, 1)
 
 
 def parse_args(argv=None):
@@ -50,10 +58,10 @@ def parse_args(argv=None):
     add("--grad_acc_steps", "--gradient_accumulation_steps", type=positive,
         help="micro-batches in a training step, in place of --global_batch_size")
     add("--total_train_steps", "--steps", type=positive, default=100, help="training steps")
-    add("--learning_rate", type=float, default=3e-3, help="at its highest")
-    add("--warmup_steps", type=int, default=10, help="training steps until it is highest")
-    add("--max_grad_norm", type=float, default=1.0, help="clip gradients to this norm; inf: never")
-    add("--weight_decay", type=float, default=0.1, help="on matrices only")
+    add("--learning_rate", type=number(float, 0), default=3e-3, help="at its highest")
+    add("--warmup_steps", type=number(int, 0), default=10, help="training steps until it is highest")
+    add("--max_grad_norm", type=number(float, 0), default=1.0, help="clip gradients to this norm; inf: never")
+    add("--weight_decay", type=number(float, 0), default=0.1, help="on matrices only")
     add("--seed", type=int, default=0, help="of the weights and of the order of the data")
     add("--dtype", choices=["float32", "bfloat16", "float64"],
         help="bfloat16 is autocast over float32 weights, and the default on a GPU that has it")
@@ -62,7 +70,7 @@ def parse_args(argv=None):
     add("--metrics_file", help="write one JSON object a training step to this file")
     add("--profile_dir", help="write a torch.profiler trace of steps 2 to 4 to this folder")
     add("--dp_size", "--dp", type=positive, help="replicas of the model; by default what the world leaves")
-    add("--bucket_cap_mb", type=float, default=25, help="MiB of gradients in one all-reduce")
+    add("--bucket_cap_mb", type=number(float, 0), default=25, help="MiB of gradients in one all-reduce")
     add("--timeout", type=positive, default=60, help="seconds after which communication has failed")
     args = parser.parse_args(argv)
 

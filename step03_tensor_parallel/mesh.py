@@ -37,6 +37,13 @@ class Axis:
         return torch.stack(parts)
 
 
+def create_axis(ranks, dim, timeout):
+    """Groups the processes that differ along this dim of ranks alone. Returns the Axis of this process."""
+    lines = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)  # the world's isn't inherited
+    return Axis(dist.get_rank(group), ranks.size(dim), group)
+
+
 def create_mesh(sizes, device, timeout):
     """Starts the process groups.
 
@@ -49,10 +56,6 @@ def create_mesh(sizes, device, timeout):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     timeout = timedelta(seconds=timeout)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
-    mesh = SimpleNamespace(world=Axis(dist.get_rank(), dist.get_world_size(), dist.group.WORLD))
-    ranks = torch.arange(mesh.world.size).view(*sizes.values())
-    for i, (name, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(i, -1).reshape(-1, size)  # a row: the processes that differ in this axis alone
-        group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)  # not inherited
-        setattr(mesh, name, Axis(dist.get_rank(group), size, group))
-    return mesh
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    axes = {name: create_axis(ranks, dim, timeout) for dim, name in enumerate(sizes)}
+    return SimpleNamespace(**axes, world=Axis(dist.get_rank(), dist.get_world_size(), dist.group.WORLD))
