@@ -8,6 +8,9 @@ import re
 import shutil
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,29 +23,41 @@ TIMINGS = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}
 SMALL = ["--num_hidden_layers", 2, "--seq_len", 32]
 
 
-def test_plain_python_learns(step01, tmp_path):
-    """The default command, except that it may stop as soon as the loss has to have fallen by 1."""
-    metrics_file = tmp_path / "metrics.jsonl"
-    run = launch.command(sys.executable, step01 / "train.py", "--use_cpu", "--steps", 30,
-                         "--metrics_file", metrics_file, timeout=100).check()
-    losses = [json.loads(line)["loss"] for line in metrics_file.read_text().splitlines()]
-    assert len(losses) == 30
+@pytest.fixture(scope="module")
+def real(step01, tmp_path_factory):
+    """Runs of the real commands, two at a time: futures by name, and the folder that they run in."""
+    folder = tmp_path_factory.mktemp("real")
+    copy = shutil.copytree(step01, folder / "copy")
+    python = partial(launch.command, sys.executable, step01 / "train.py", cwd=folder)
+    with ThreadPoolExecutor(2) as pool:
+        yield SimpleNamespace(
+            folder=folder,
+            learns=pool.submit(python, "--use_cpu", "--steps", 20, "--metrics_file", "metrics.jsonl"),
+            alone=pool.submit(launch.torchrun, copy, "--use_cpu", "--steps", 2, *SMALL, cwd=folder),
+            two_processes=pool.submit(launch.torchrun, step01, "--use_cpu", nproc=2),
+            bad_value=pool.submit(python, "--mbs", 3),
+            bad_flag=pool.submit(python, "--pp", 2))
+
+
+def test_plain_python_learns(real):
+    """The default command, but for its length: by then the loss has to have fallen by 1."""
+    run = real.learns.result().check()
+    losses = [json.loads(line)["loss"] for line in (real.folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 20
     assert losses[-1] < losses[0] - 1
     lines = run.output.splitlines()
     assert "803,968 parameters" in lines[0]
     assert "8 sequences of 256 tokens = 2,048, in 4 micro-batches of 2" in lines[1]
-    assert [line.split()[0] for line in lines[3:-1]] == [str(step) for step in range(1, 31)]
-    assert lines[-1].startswith(f"final loss {losses[-1]:.4f} after 61,440 tokens")
+    assert [line.split()[0] for line in lines[3:-1]] == [str(step) for step in range(1, 21)]
+    assert lines[-1].startswith(f"final loss {losses[-1]:.4f} after 40,960 tokens")
 
 
-def test_torchrun_runs_a_folder_that_stands_alone(step01, tmp_path):
-    copy = shutil.copytree(step01, tmp_path / "copy")
-    run = launch.torchrun(copy, "--use_cpu", "--steps", 2, *SMALL, cwd=tmp_path).check()
-    assert "final loss" in run.output
+def test_torchrun_runs_a_folder_that_stands_alone(real):
+    assert "final loss" in real.alone.result().check().output
 
 
-def test_torchrun_with_two_processes_is_refused(step01):
-    run = launch.torchrun(step01, "--use_cpu", nproc=2)
+def test_torchrun_with_two_processes_is_refused(real):
+    run = real.two_processes.result()
     assert run.statuses != [0]
     assert re.search("^train.py: error: .*1 process.* 2", run.output, re.MULTILINE), run.output
 
@@ -279,12 +294,12 @@ def test_error(errors, argv, named):
     check_error(*errors[argv], named)
 
 
-@pytest.mark.parametrize("argv, named", [
-    ("--mbs 3", ["8", "3", "--global_batch_size 9"]),
-    ("--pp 2", ["--pp 2"]),
+@pytest.mark.parametrize("name, named", [
+    ("bad_value", ["8", "3", "--global_batch_size 9"]),
+    ("bad_flag", ["--pp 2"]),
 ])
-def test_error_of_the_real_command(step01, argv, named):
-    run = launch.command(sys.executable, step01 / "train.py", *argv.split())
+def test_error_of_the_real_command(real, name, named):
+    run = getattr(real, name).result()
     check_error(*run.statuses, run.output, named)
 
 
