@@ -108,6 +108,8 @@ def main(argv=None):
         metrics.record(step, loss, grad_norm, lr)
         if profiler:
             profiler.step()
+    if profiler:
+        profiler.stop()  # writes the trace of a run that ends before step 4
     metrics.close()
     gradients.close()
     if world.size > 1:

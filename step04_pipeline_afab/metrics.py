@@ -79,8 +79,10 @@ def peak_memory(device):
 
 
 def create_profiler(folder, rank):
-    """A profiler of training steps 2 to 4 that writes a trace for each rank into the folder."""
+    """Starts a profiler of training steps 2 to 4 that writes a trace for each rank into the folder."""
     os.makedirs(folder, exist_ok=True)
-    return torch.profiler.profile(
+    profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(f"{folder}/rank{rank}.json"))
+    profiler.start()
+    return profiler
