@@ -1,6 +1,7 @@
 """The shape of a model: presets, config.json files and hub names."""
 
 import json
+import math
 import os
 from dataclasses import dataclass, fields, replace
 
@@ -23,20 +24,17 @@ class LlamaConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            kind, value = {int: int, float: (int, float)}.get(field.type), getattr(self, field.name)
-            if kind and not (isinstance(value, kind) and value > 0):
+            value = getattr(self, field.name)
+            if field.type in (int, float) and not (isinstance(value, (int, field.type)) and value > 0):
                 raise ValueError(f"{field.name} must be {field.type.__name__} and above 0, not {value!r}")
-        for name, divisor in [("hidden_size", "num_attention_heads"),
-                              ("num_attention_heads", "num_key_value_heads")]:
-            size, parts = getattr(self, name), getattr(self, divisor)
-            if size % parts:
-                best = max(n for n in range(1, parts) if size % n == 0)
-                raise ValueError(f"{name} {size} is not a multiple of {divisor} {parts}: "
-                                 f"use --{divisor} {best}")
-        if self.head_dim % 2:
-            raise ValueError(f"RoPE needs an even head dimension, not hidden_size {self.hidden_size} / "
-                             f"num_attention_heads {self.num_attention_heads} = {self.head_dim}: "
-                             f"use --hidden_size {self.hidden_size + self.num_attention_heads}")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        more = -self.hidden_size % (2 * heads)  # RoPE turns the two halves of a head
+        if more:
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of 2 x num_attention_heads "
+                             f"{heads} = {2 * heads}: use --hidden_size {self.hidden_size + more}")
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads "
+                             f"{kv_heads}: use --num_key_value_heads {math.gcd(heads, kv_heads)}")
 
     @property
     def head_dim(self):
@@ -56,16 +54,17 @@ PRESETS = {  # hidden, layers, heads, kv heads, intermediate, vocabulary, RoPE t
     "llama-3-8b": LlamaConfig(4096, 32, 32, 8, 14336, 128256, 5e5),
     "llama-3.1-405b": LlamaConfig(16384, 126, 128, 8, 53248, 128256, 5e5, False, LLAMA_3_SCALING),
 }
-HUB_NAMES = {"HuggingFaceTB/SmolLM-135M": "smollm-135m", "HuggingFaceTB/SmolLM-360M": "smollm-360m",
-             "HuggingFaceTB/SmolLM-1.7B": "smollm-1.7b", "meta-llama/Llama-2-7b-hf": "llama-2-7b",
-             "meta-llama/Meta-Llama-3-8B": "llama-3-8b", "meta-llama/Llama-3.1-405B": "llama-3.1-405b"}
+HUB_NAMES = {  # of presets, which need no network
+    "HuggingFaceTB/SmolLM-135M": "smollm-135m", "HuggingFaceTB/SmolLM-360M": "smollm-360m",
+    "HuggingFaceTB/SmolLM-1.7B": "smollm-1.7b", "meta-llama/Llama-2-7b-hf": "llama-2-7b",
+    "meta-llama/Meta-Llama-3-8B": "llama-3-8b", "meta-llama/Llama-3.1-405B": "llama-3.1-405b",
+}
 
 
 def load_config(model_name, **overrides):
-    """Returns the LlamaConfig of a preset, of a folder with a config.json or of a hub name.
+    """Returns the LlamaConfig of a preset, a folder with config.json or a hub name.
 
-    Overrides that are not None replace single fields. Raises ValueError for a model that this file can't
-    build, OSError for one that can't be read.
+    Overrides that aren't None replace fields. Raises ValueError or OSError, whose message is for the user.
     """
     preset = HUB_NAMES.get(model_name, model_name.lower())
     if preset in PRESETS:

@@ -13,7 +13,10 @@ from itertools import chain
 
 import torch
 
-FILE_TYPES = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+FILE_TYPES = {  # how datasets.load_dataset reads them
+    ".txt": {"path": "text", "sample_by": "document"}, ".json": {"path": "json"},
+    ".jsonl": {"path": "json"}, ".parquet": {"path": "parquet"},
+}
 
 
 def stories(count=5000):
@@ -82,39 +85,29 @@ def load_tokens(dataset_name, tokenizer_name):
         tokens = array("i", chain.from_iterable(encode(list(stories()))))
         return torch.frombuffer(tokens, dtype=torch.int32), vocab_size
 
-    suffix = os.path.splitext(dataset_name)[1]
-    if suffix in FILE_TYPES and not os.path.isfile(dataset_name):
-        raise FileNotFoundError(f"there is no file {dataset_name}")
+    source, suffix = {"path": dataset_name}, os.path.splitext(dataset_name)[1]
+    if suffix in FILE_TYPES:
+        source = {**FILE_TYPES[suffix], "data_files": dataset_name}
+        if not os.path.isfile(dataset_name):
+            raise FileNotFoundError(f"there is no file {dataset_name}")
     import datasets
     from filelock import FileLock
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # in a log they are noise
     os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
     with FileLock(os.path.join(datasets.config.HF_DATASETS_CACHE, "tokenize.lock")):
-        documents = load_documents(dataset_name, suffix)
-        column = documents.features.get("text")
-        if getattr(column, "dtype", None) not in ("string", "large_string"):
+        try:
+            documents = datasets.load_dataset(**source, split="train")
+        except Exception as error:  # each format and the hub have exceptions of their own
+            raise ValueError(f"{dataset_name} can't be loaded; without network use a .txt, .jsonl or "
+                             f".parquet file or stories ({type(error).__name__} {error.__cause__ or error})")
+        if getattr(documents.features.get("text"), "dtype", None) not in ("string", "large_string"):
             raise ValueError(f"{dataset_name} has no column text of strings: it has {documents.features}")
         tokenized = documents.map(
             lambda rows: {"tokens": encode([text or "" for text in rows["text"]])}, batched=True,
             remove_columns=documents.column_names, desc="tokenise",
             features=datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}))
         return flat_file(tokenized), vocab_size
-
-
-def load_documents(dataset_name, suffix):
-    import datasets
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()  # in a log they are noise
-    source, hint = {"path": dataset_name}, ("; without network use a .txt, .jsonl or .parquet file or "
-                                            "--dataset_name stories")
-    if suffix in FILE_TYPES:
-        source, hint = {"path": FILE_TYPES[suffix], "data_files": dataset_name}, ""
-    if suffix == ".txt":
-        source["sample_by"] = "document"
-    try:
-        return datasets.load_dataset(**source, split="train")
-    except Exception as error:  # of any kind: each format and the hub have their own
-        reason = f"{type(error).__name__} {error.__cause__ or error}"
-        raise ValueError(f"{dataset_name} can't be loaded{hint} ({reason})")
 
 
 def flat_file(tokenized):

@@ -18,7 +18,8 @@ from model import project
 
 def split_layers(num_layers, num_stages):
     """Returns the range of layers of each stage, as even as can be, longer ones first."""
-    bounds = [-(-num_layers * stage // num_stages) for stage in range(num_stages + 1)]
+    size, num_longer = divmod(num_layers, num_stages)
+    bounds = [size * stage + min(stage, num_longer) for stage in range(num_stages + 1)]
     return [range(start, end) for start, end in zip(bounds, bounds[1:])]
 
 

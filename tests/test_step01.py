@@ -223,7 +223,7 @@ ERRORS = [
     ("--global_batch_size 10 --mbs 4", "10", "4", "--global_batch_size 12"),
     ("--mbs 16", "8", "16", "--global_batch_size 16"),
     ("--mbs 2 --grad_acc_steps 3 --global_batch_size 8", "8", "6"),
-    ("--num_attention_heads 6", "hidden_size 128", "num_attention_heads 6", "--num_attention_heads 4"),
+    ("--num_attention_heads 6", "hidden_size 128", "num_attention_heads 6", "--hidden_size 132"),
     ("--num_key_value_heads 3", "num_attention_heads 8", "num_key_value_heads 3", "--num_key_value_heads 2"),
     ("--hidden_size 24", "hidden_size 24", "num_attention_heads 8", "--hidden_size 32"),
     ("--vocab_size 255", "256", "255", "--vocab_size 256"),
