@@ -1,7 +1,6 @@
 """The shape of a model: presets, config.json files and hub names."""
 
 import json
-import math
 import os
 from dataclasses import dataclass, fields, replace
 
@@ -33,8 +32,9 @@ class LlamaConfig:
             raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of 2 x num_attention_heads "
                              f"{heads} = {2 * heads}: use --hidden_size {self.hidden_size + more}")
         if heads % kv_heads:
+            fewer = max(n for n in range(1, kv_heads) if heads % n == 0)
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads "
-                             f"{kv_heads}: use --num_key_value_heads {math.gcd(heads, kv_heads)}")
+                             f"{kv_heads}: use --num_key_value_heads {fewer}")
 
     @property
     def head_dim(self):
