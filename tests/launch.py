@@ -62,7 +62,7 @@ def fork(target, *args, nproc=1, timeout=60):
         deadline = time.monotonic() + timeout
         while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):  # one failed: torchrun, too, ends the others
-                deadline = min(deadline, time.monotonic() + 5)
+                deadline = min(deadline, time.monotonic() + 2)
             time.sleep(0.005)
         for process in processes:
             process.kill()
