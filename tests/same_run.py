@@ -1,0 +1,160 @@
+"""The promise "the layout never changes the run" as a table of layouts, and what runs and compares them.
+
+A later step joins with lines in LAYOUTS.
+"""
+
+import json
+import math
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import launch
+
+# Odd sizes, but for what tp 2, 3 and 4 and 2 x cp have to divide: heads, intermediate size, vocabulary and
+# sequence. Layers over stages are uneven for pp 2, 3 and 4.
+SHAPE = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 24, "num_key_value_heads": 12,
+         "intermediate_size": 60, "vocab_size": 276}
+GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, MAX_GRAD_NORM = 12, 3, 0.5
+OPTIONS = ["--seq_len", 24, "--global_batch_size", GLOBAL_BATCH_SIZE, "--steps", 10, "--warmup_steps", 2,
+           "--learning_rate", 0.005, "--max_grad_norm", MAX_GRAD_NORM]
+TOLERANCES = {"float64": 1e-11, "float32": 1e-5}  # relative, of losses and norms; of weights ten times that
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to run a step. The default is the single process's: 4 micro-batches of 3 sequences."""
+
+    step: str  # "step03": the first letters of its folder
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    mbs: int = MICRO_BATCH_SIZE
+    flags: str = ""
+    dtype: str = "float64"
+    tied: bool = False  # head and embedding share a weight
+    real: bool = False  # by torchrun, in place of warm processes
+
+    @property
+    def axes(self):
+        return {"dp": self.dp, "pp": self.pp, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def nproc(self):
+        return math.prod(self.axes.values())
+
+    @property
+    def num_micro_batches(self):
+        return GLOBAL_BATCH_SIZE // (self.mbs * self.dp)
+
+    @property
+    def tolerance(self):
+        """A single process that computes the same in the same order arrives at the same bits."""
+        return 0 if self.nproc == 1 and self.mbs == MICRO_BATCH_SIZE else TOLERANCES[self.dtype]
+
+    def __str__(self):
+        sizes = "".join(f"{name}{size}" for name, size in self.axes.items() if size > 1)
+        parts = [self.step, sizes or "single", f"mbs{self.mbs}" if self.nproc == 1 and self.tolerance else "",
+                 self.flags.split()[-1] if self.flags else "", self.dtype if self.dtype != "float64" else "",
+                 "tied" if self.tied else "", "torchrun" if self.real else ""]
+        return "-".join(part for part in parts if part)
+
+
+LAYOUTS = [
+    Layout("step01", mbs=12),
+    Layout("step01", mbs=1),
+
+    Layout("step02"),
+    Layout("step02", dp=2, mbs=2),
+    Layout("step02", dp=3, mbs=1),
+    Layout("step02", dp=4),
+    Layout("step02", dp=2, tied=True),
+    Layout("step02", dp=2, mbs=2, dtype="float32"),
+    Layout("step02", dp=2, mbs=2, real=True),
+
+    Layout("step03"),
+    Layout("step03", tp=2),  # its first shard of the vocabulary has all tokens of the text: what goes wrong
+    Layout("step03", tp=3),  # with these shards shows with tp 3 and 4
+    Layout("step03", tp=4),
+    Layout("step03", dp=2, mbs=2),
+    Layout("step03", dp=2, tp=2, mbs=2),
+    Layout("step03", tp=2, tied=True),
+    Layout("step03", dp=2, tp=2, mbs=2, dtype="float32"),
+    Layout("step03", tp=2, real=True),
+
+    Layout("step04"),
+    Layout("step04", pp=2),
+    Layout("step04", pp=3),
+    Layout("step04", pp=4),
+    Layout("step04", dp=2, pp=2, mbs=2),
+    Layout("step04", pp=2, tp=2),
+    Layout("step04", dp=2, pp=2, tp=2, mbs=1),
+    Layout("step04", pp=2, tied=True),
+    Layout("step04", pp=2, tp=2, dtype="float32"),
+    Layout("step04", pp=2, real=True),
+
+    Layout("step05"),
+    Layout("step05", pp=3),
+    *(Layout("step05", flags=f"--pp_engine {engine}", **layout) for engine in ("afab", "1f1b") for layout in (
+        dict(pp=2),
+        dict(pp=3),
+        dict(pp=4),
+        dict(dp=2, pp=2, mbs=2),
+        dict(pp=2, tp=2),
+        dict(dp=2, pp=2, tp=2, mbs=1),
+        dict(pp=2, tied=True))),
+    Layout("step05", pp=2, tp=2, dtype="float32"),
+    Layout("step05", pp=2, real=True),
+]
+
+
+def step_folder(steps, step):
+    """The folder of "step03" among the steps, or None."""
+    return next(iter(sorted(Path(steps).glob(f"{step}_*/"))), None)
+
+
+@cache
+def tied_model():
+    """A folder with the config.json of the model with a tied weight. It lives as long as this process."""
+    folder = tempfile.TemporaryDirectory()
+    config = {"model_type": "llama", **SHAPE, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+    Path(folder.name, "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def arguments(layout):
+    """The command line of a layout."""
+    argv = [*OPTIONS, "--dtype", layout.dtype, "--mbs", layout.mbs, *layout.flags.split()]
+    if layout.tied:
+        argv += ["--model_name", tied_model().name]
+    else:
+        argv += [word for name, size in SHAPE.items() for word in (f"--{name}", size)]
+    for name, size in layout.axes.items():
+        if size > 1 and name != "dp":  # dp is what the world leaves
+            argv += [f"--{name}", size]
+    if layout.nproc > 1:
+        argv += ["--bucket_cap_mb", 0.25]  # several buckets
+    return argv
+
+
+def run_layout(folder, layout, timeout=120):
+    """Runs the step in this folder. Returns a launch.Run, whichever way it ended."""
+    if not layout.real:
+        return launch.train(folder, *arguments(layout), nproc=layout.nproc, timeout=timeout)
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch, "metrics.jsonl")
+        run = launch.torchrun(folder, *arguments(layout), "--use_cpu", "--metrics_file", file,
+                              nproc=layout.nproc, timeout=timeout)
+        run.metrics = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return run
+
+
+@cache
+def reference(dtype, tied):
+    """What every layout has to equal: this repository's step 1. Runs once for each kind."""
+    run = run_layout(step_folder(launch.ROOT, "step01"), Layout("step01", dtype=dtype, tied=tied)).check()
+    clipped = [norm > MAX_GRAD_NORM for norm in run.series("grad_norm")]
+    assert len(clipped) >= 10 and sum(clipped) > len(clipped) / 2, "most training steps have to clip"
+    return run
