@@ -1,0 +1,141 @@
+"""The rules of a snapshot: each step stands alone, is small, and differs from the one before by its topic."""
+
+import ast
+import difflib
+import itertools
+import shutil
+import sys
+
+import pytest
+
+import launch
+import parallel_workers as workers
+import same_run
+
+SAME_IN_ALL = ["model.py", "data.py", "config.py"]
+MAX_LINE, MAX_FILE = 110, 200
+# Changed lines against the step before: the design's aim, and what may not be exceeded today.
+BUDGETS = {
+    # step: (aim in all, limit), (aim in train.py, limit)
+    "step02": ((200, 225), (50, 50)),
+    "step03": ((200, 200), (50, 50)),
+    "step04": ((200, 225), (50, 60)),
+    "step05": ((30, 30), (50, 50)),
+    "step06": ((200, 200), (50, 50)),
+    "step07": ((200, 225), (50, 50)),
+}
+STEPS = ["step01", "step02", "step03", "step04", "step05", "step06", "step07"]
+
+
+def present(steps):
+    return [step for step in STEPS if same_run.step_folder(steps, step)]
+
+
+def pytest_generate_tests(metafunc):
+    steps = metafunc.config.getoption("--steps")
+    if "folder" in metafunc.fixturenames:
+        metafunc.parametrize("folder", [same_run.step_folder(steps, step) for step in present(steps)],
+                             ids=present(steps))
+    if "pair" in metafunc.fixturenames:
+        pairs = list(itertools.pairwise(present(steps)))
+        metafunc.parametrize("pair", [[same_run.step_folder(steps, step) for step in pair] for pair in pairs],
+                             ids=["-".join(pair) for pair in pairs])
+
+
+def sources(folder):
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(folder.rglob("*.py"))}
+
+
+def test_the_model_knows_nothing_of_how_it_is_spread(pair):
+    for name in SAME_IN_ALL:
+        first, second = ((folder / name).read_bytes() for folder in pair)
+        assert first == second, f"{name} differs between {pair[0].name} and {pair[1].name}"
+
+
+def changed_lines(old, new):
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm="")
+    return sum(line[0] in "+-" for line in itertools.islice(lines, 2, None))
+
+
+def test_a_step_changes_few_lines(pair):
+    before, after = map(sources, pair)
+    changed = {name: changed_lines(before.get(name, ""), after.get(name, "")) for name in {*before, *after}}
+    (_, limit), (_, train_limit) = BUDGETS[pair[1].name[:6]]
+    print(f"{pair[1].name}: {sum(changed.values())} changed lines, {changed}")
+    assert sum(changed.values()) <= limit, changed
+    assert changed["train.py"] <= train_limit, changed
+
+
+def test_lines_and_files_are_short(folder):
+    for name, text in sources(folder).items():
+        lines = text.splitlines()
+        assert len(lines) <= MAX_FILE, f"{name} has {len(lines)} lines"
+        long = [number for number, line in enumerate(lines, start=1) if len(line) > MAX_LINE]
+        assert not long, f"{name}: lines {long} are over {MAX_LINE} characters"
+
+
+def imported(tree):
+    """Returns the names that the module's imports bind, and the modules that it imports when it is loaded."""
+    names, at_start = [], set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [(alias.asname or alias.name).split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [alias.asname or alias.name for alias in node.names]
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            at_start |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            at_start.add(node.module.split(".")[0])
+    return names, at_start
+
+
+def test_nothing_is_imported_in_vain_or_from_elsewhere(folder):
+    texts = sources(folder)
+    own = {name.removesuffix(".py") for name in texts}
+    for name, text in texts.items():
+        tree = ast.parse(text)
+        names, at_start = imported(tree)
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert not set(names) - used, f"{name}: unused"
+        foreign = at_start - own - {"torch"} - sys.stdlib_module_names
+        assert not foreign, f"{name}: torch is all that a step needs to start"
+        for step in STEPS:
+            assert step not in text.replace(folder.name, ""), f"{name} speaks of another step"
+
+
+def test_nothing_is_left_over(folder):
+    """Every function, class, method, property and argument of the command line is used somewhere."""
+    texts = sources(folder)
+    trees = [ast.parse(text) for text in texts.values()]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    implicit = {"forward", "backward", "error", "main"}  # torch, argparse and users call these
+    assert not {name for name in defined - used - implicit if not name.startswith("__")}
+    flags = {flag for flag in flags_of(texts["arguments.py"]) if flag != "use_cpu"}
+    assert flags and not {flag for flag in flags if flag not in used}
+
+
+def flags_of(text):
+    """The attribute of args that each flag fills in: its first name."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)
+             and isinstance(node.func, ast.Name) and node.func.id == "add"]
+    return [call.args[0].value.removeprefix("--") for call in calls if isinstance(call.args[0], ast.Constant)]
+
+
+def test_starting_imports_torch_alone(folder):
+    (loaded,) = launch.fork(workers.modules_at_start, folder).check().results
+    assert "torch" in loaded and "train" in loaded
+    assert not loaded & {"transformers", "datasets", "huggingface_hub", "pandas", "pyarrow", "matplotlib"}
+
+
+def test_a_copy_elsewhere_runs(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "elsewhere", ignore=shutil.ignore_patterns("__pycache__"))
+    nproc = 1 if folder.name.startswith("step01") else 2
+    argv = ["--steps", 1, "--num_hidden_layers", 2, "--seq_len", 16, "--hidden_size", 16]
+    run = launch.train(copy, *argv, nproc=nproc, timeout=120).check()
+    assert len(run.metrics) == 1
