@@ -28,13 +28,14 @@ def real(step01, tmp_path_factory):
     """Runs of the real commands, two at a time: futures by name, and the folder that they run in."""
     folder = tmp_path_factory.mktemp("real")
     copy = shutil.copytree(step01, folder / "copy")
-    python = partial(launch.command, sys.executable, step01 / "train.py", cwd=folder)
+    python = partial(launch.command, sys.executable, step01 / "train.py", cwd=folder, timeout=180)
+    torchrun = partial(launch.torchrun, cwd=folder, timeout=180)
     with ThreadPoolExecutor(2) as pool:
         yield SimpleNamespace(
             folder=folder,
             learns=pool.submit(python, "--use_cpu", "--steps", 20, "--metrics_file", "metrics.jsonl"),
-            alone=pool.submit(launch.torchrun, copy, "--use_cpu", "--steps", 2, *SMALL, cwd=folder),
-            two_processes=pool.submit(launch.torchrun, step01, "--use_cpu", nproc=2),
+            alone=pool.submit(torchrun, copy, "--use_cpu", "--steps", 2, *SMALL),
+            two_processes=pool.submit(torchrun, step01, "--use_cpu", nproc=2),
             bad_value=pool.submit(python, "--mbs", 3),
             bad_flag=pool.submit(python, "--pp", 2))
 
@@ -84,6 +85,7 @@ def test_metrics_file(step01):
         assert (row["step"], row["tokens"], row["mfu"]) == (step, step * 8 * 32, None)
         assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(8 * 32)
         assert row["peak_memory_bytes"] > 2**20
+        assert all(row[key] != round(row[key], 6) for key in ("loss", "grad_norm"))  # in full precision
     assert run.series("step") == [1, 2, 3]
 
 
