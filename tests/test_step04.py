@@ -19,7 +19,7 @@ import pipeline_workers as workers
 STEP04, STEP05 = "step04_pipeline_afab", "step05_pipeline_1f1b"
 FOLDERS = [STEP04, STEP05]
 ENGINES = [(STEP04, "afab"), (STEP05, "afab"), (STEP05, "1f1b")]
-NEW_ENGINES = [(STEP04, "afab"), (STEP05, "1f1b")]  # where a run is dear: each engine in the step that adds it
+NEW_ENGINES = [(STEP04, "afab"), (STEP05, "1f1b")]  # each in the step that adds it, where runs are dear
 SMALL = ["--num_hidden_layers", 5, "--hidden_size", 32, "--num_attention_heads", 4, "--intermediate_size", 48,
          "--seq_len", 16, "--dtype", "float64"]
 
