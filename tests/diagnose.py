@@ -54,7 +54,8 @@ def diagnose(run, reference, axes, num_micro_batches, tolerance):
         named = name_factor(factors[0], sizes)
         details = difference("grad_norm", norms, norm)
         # A wrong scale hardly moves an AdamW run, so it shows as the same factor again in the next steps.
-        if named or max(abs(f - factors[0]) for f in factors) < 0.01 * abs(factors[0] - 1):
+        same = max(abs(factor - factors[0]) for factor in factors) < 0.01 * abs(factors[0] - 1)
+        if named or same and factors[0] > 0:
             where = " and ".join(named) if named else "nothing in this layout has that size"
             return Diagnosis(FACTOR, f"{details}\nThe factor is {describe(factors[0])}: {where}.")
         return Diagnosis(PART, f"{details}\nThe norm over the right one, step by step: "
@@ -62,7 +63,7 @@ def diagnose(run, reference, axes, num_micro_batches, tolerance):
     if loss is not None or norm is not None:
         found = [("loss", losses, loss), ("grad_norm", norms, norm)]
         return Diagnosis(UPDATE, "\n".join(difference(*it) for it in found if it[2] is not None))
-    if not any(run.results):
+    if not run.results:
         return None
     wrong = wrong_weights(run.results, reference.results[0], axes, 10 * tolerance)
     if wrong:
@@ -125,6 +126,7 @@ def wrong_weights(results, expected, axes, tolerance):
     wrong, held = [], {}
     for rank, weights in enumerate(results):
         tp_rank, cp_rank, dp_rank = rank % tp, rank // tp % cp, rank // (tp * cp * pp)
+        found = held.setdefault((dp_rank, cp_rank), set())
         for name, weight in (weights or {}).items():
             whole = expected.get(name)
             if whole is None:
@@ -135,13 +137,12 @@ def wrong_weights(results, expected, axes, tolerance):
                 wrong.append(f"rank {rank}: {name} is {tuple(weight.shape)}, no part of {tuple(whole.shape)}")
                 continue
             part = whole if dim == "whole" else whole.chunk(tp, dim)[tp_rank]
-            for t in range(tp) if dim == "whole" else [tp_rank]:
-                held.setdefault((dp_rank, cp_rank), set()).add((name, t))
+            found.update((name, t) for t in (range(tp) if dim == "whole" else [tp_rank]))
             error = ((weight - part).norm() / part.norm()).item()
             if not error <= tolerance:
                 wrong.append(f"rank {rank}: {name} is off by {error:.1e}")
-    for (dp_rank, cp_rank), names in held.items():
-        missing = sorted({name for name in expected if any((name, t) not in names for t in range(tp))})
+    for (dp_rank, cp_rank), found in held.items():
+        missing = [name for name in expected if any((name, t) not in found for t in range(tp))]
         if missing:
             wrong.append(f"dp rank {dp_rank}, cp rank {cp_rank}: nobody has all of {', '.join(missing)}")
     return wrong
