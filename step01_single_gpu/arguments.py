@@ -78,6 +78,10 @@ def parse_args(argv=None):
     args.device = "cuda" if args.device != "cpu" and num_gpus >= 1 else "cpu"
     has_bfloat16 = args.device == "cuda" and torch.cuda.is_bf16_supported()
     args.dtype = args.dtype or ("bfloat16" if has_bfloat16 else "float32")
+    if args.metrics_file:
+        open(args.metrics_file, "a").close()  # fails here if it can't be written, not in mid-run
+    if args.profile_dir:
+        os.makedirs(args.profile_dir, exist_ok=True)
     return args, config
 
 

@@ -77,9 +77,8 @@ def main(argv=None):
     optimizer = create_optimizer(model, args)
     autocast = torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
-    with input_errors():
-        metrics = Metrics(args, config, num_parameters)
-        profiler = create_profiler(args.profile_dir) if args.profile_dir else None
+    metrics = Metrics(args, config, num_parameters)
+    profiler = create_profiler(args.profile_dir) if args.profile_dir else None
     num_tokens = args.global_batch_size * args.seq_len
     for step in range(1, args.total_train_steps + 1):
         first = (step - 1) * args.global_batch_size

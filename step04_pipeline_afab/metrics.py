@@ -1,7 +1,6 @@
 """What people and programs get to see of a run: a table, a file of metrics, a profile."""
 
 import json
-import os
 import resource
 import sys
 import time
@@ -80,7 +79,6 @@ def peak_memory(device):
 
 def create_profiler(folder, rank):
     """Starts a profiler of training steps 2 to 4 that writes a trace for each rank into the folder."""
-    os.makedirs(folder, exist_ok=True)
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(f"{folder}/rank{rank}.json"))

@@ -15,7 +15,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):  # one line, without the usage
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(30)  # the first process speaks for all; when it has ended, torchrun ends the others
-            self.exit(2)
         self.exit(2, f"train.py: error: {' '.join(message.split())}\n")
 
 
@@ -99,6 +98,10 @@ def parse_args(argv=None):
     args.device = "cuda" if args.device != "cpu" and num_gpus >= local_world_size else "cpu"
     has_bfloat16 = args.device == "cuda" and torch.cuda.is_bf16_supported()
     args.dtype = args.dtype or ("bfloat16" if has_bfloat16 else "float32")
+    if args.metrics_file:
+        open(args.metrics_file, "a").close()  # fails here if it can't be written, not in mid-run
+    if args.profile_dir:
+        os.makedirs(args.profile_dir, exist_ok=True)
     return args, config
 
 

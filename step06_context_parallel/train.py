@@ -32,8 +32,8 @@ def learning_rate(step, args):
 def clip_gradients(model, max_norm, tp, pp):
     """Scales the gradients so that the norm of all of them as one vector is at most max_norm.
 
-    Returns the norm that they had. A shard is counted where it is, a weight that all have whole by the first,
-    the embedding, which the last stage has too when it is tied, by the first stage.
+    Returns the norm that they had. A shard is counted where it is, a weight that all have whole by the first;
+    the embedding, of which the last stage has a copy if the head is tied, by the first stage.
     """
     counted = [parameter.grad for name, parameter in model.named_parameters()
                if (shard_dim(name) is not None or tp.rank == 0)
@@ -80,9 +80,8 @@ def main(argv=None):
     optimizer = create_optimizer(model, args)
     autocast = torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
-    with input_errors():
-        metrics = Metrics(args, config, num_parameters, world)
-        profiler = create_profiler(args.profile_dir, world.rank) if args.profile_dir else None
+    metrics = Metrics(args, config, num_parameters, world)
+    profiler = create_profiler(args.profile_dir, world.rank) if args.profile_dir else None
     if pp.size > 1 and world.rank == 0:
         print("layers of each stage:", split_layers(config.num_hidden_layers, pp.size))
     num_tokens = args.global_batch_size * args.seq_len
