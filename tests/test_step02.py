@@ -74,10 +74,11 @@ def test_all_reduces_overlap_with_backward(folder, tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rank0.json", "rank1.json"]
     for file in tmp_path.iterdir():
         events = json.loads(file.read_text())["traceEvents"]
+        names = ("forward 0", "backward 2", "all-reduce bucket 0", "all-reduce bucket 1", "gloo:all_reduce")
         spans = {name: sorted((event["ts"], event["ts"] + event["dur"]) for event in events
                               if event.get("cat") == "user_annotation" and event["name"] == name)
-                 for name in ("forward 0", "backward 2", "gloo:all_reduce")}
-        assert len(spans["forward 0"]) == len(spans["backward 2"]) == 3, "training steps 2 to 4"
+                 for name in names}
+        assert [len(spans[name]) for name in names[:-1]] == [3] * 4, "training steps 2 to 4"
         for (start, _), (last, end) in zip(spans["forward 0"], spans["backward 2"]):
             reduces = [ts for ts, _ in spans["gloo:all_reduce"] if start < ts < end]
             assert reduces and min(reduces) > last
@@ -141,6 +142,8 @@ def test_an_error_is_one_line_from_one_process(real):
     (2, "--bucket_cap_mb -1", ["bucket_cap_mb", "0 or more", "-1"]),
     (2, "--tp 2", ["--tp 2"]),
     (2, "--seq_len 9000000", ["1478260", "9000000"]),
+    (2, "--metrics_file /nonesuch/metrics.jsonl", ["/nonesuch/metrics.jsonl"]),
+    (2, "--profile_dir /dev/null", ["/dev/null"]),
 ])
 def test_errors_come_before_any_group(folder, monkeypatch, capfd, world_size, argv, named):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
@@ -151,3 +154,17 @@ def test_errors_come_before_any_group(folder, monkeypatch, capfd, world_size, ar
     (line,) = workers.error_lines(err)
     assert end.value.code == 2 and not out and err == line + "\n"
     assert all(text in line for text in named), line
+
+
+def test_another_process_speaks_if_the_first_has_no_error(folder, monkeypatch, capfd):
+    """All have the same one nearly always: then the first speaks, and torchrun ends the others, who wait."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    step = launch.load(folder)
+    naps = []
+    monkeypatch.setattr(step.arguments.time, "sleep",
+                        lambda seconds: naps.append((seconds, capfd.readouterr())))
+    with pytest.raises(SystemExit) as end:
+        step.train.main(["--dp", "2"])
+    assert naps == [(30, ("", ""))]
+    assert end.value.code == 2 and len(workers.error_lines(capfd.readouterr().err)) == 1
