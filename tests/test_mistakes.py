@@ -26,6 +26,6 @@ def test_the_shared_test_catches(steps, tmp_path, mistake):
 
 def test_without_the_mistake_the_layout_passes():
     """What is caught is the mistake: the shared test runs the same layouts of the steps as they are."""
+    passing = {replace(layout, flags="") for layout in same_run.LAYOUTS} | {same_run.Layout("step01")}
     for mistake in MISTAKES.values():
-        layout = replace(mistake.layout, flags="")
-        assert layout in same_run.LAYOUTS or layout == same_run.Layout("step01"), mistake.name
+        assert replace(mistake.layout, flags="") in passing, mistake.name

@@ -13,17 +13,10 @@ import parallel_workers as workers
 import same_run
 
 SAME_IN_ALL = ["model.py", "data.py", "config.py"]
-MAX_LINE, MAX_FILE = 110, 200
-# Changed lines against the step before: the design's aim, and what may not be exceeded today.
-BUDGETS = {
-    # step: (aim in all, limit), (aim in train.py, limit)
-    "step02": ((200, 225), (50, 50)),
-    "step03": ((200, 200), (50, 50)),
-    "step04": ((200, 225), (50, 60)),
-    "step05": ((30, 30), (50, 50)),
-    "step06": ((200, 200), (50, 50)),
-    "step07": ((200, 225), (50, 50)),
-}
+MAX_LINE, MAX_FILE, MAX_CHANGED_IN_TRAIN = 110, 200, 50
+# Changed lines against the step before: (the design's aim, what is allowed today).
+BUDGETS = {"step02": (200, 210), "step03": (200, 205), "step04": (200, 215), "step05": (30, 30),
+           "step06": (200, 205), "step07": (200, 225)}
 STEPS = ["step01", "step02", "step03", "step04", "step05", "step06", "step07"]
 
 
@@ -60,10 +53,10 @@ def changed_lines(old, new):
 def test_a_step_changes_few_lines(pair):
     before, after = map(sources, pair)
     changed = {name: changed_lines(before.get(name, ""), after.get(name, "")) for name in {*before, *after}}
-    (_, limit), (_, train_limit) = BUDGETS[pair[1].name[:6]]
-    print(f"{pair[1].name}: {sum(changed.values())} changed lines, {changed}")
+    aim, limit = BUDGETS[pair[1].name[:6]]
+    print(f"{pair[1].name}: {sum(changed.values())} changed lines (aim {aim}), {changed}")
     assert sum(changed.values()) <= limit, changed
-    assert changed["train.py"] <= train_limit, changed
+    assert changed["train.py"] <= MAX_CHANGED_IN_TRAIN, changed
 
 
 def test_lines_and_files_are_short(folder):
