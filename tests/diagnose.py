@@ -15,7 +15,8 @@ FIRST_LOSS = "wrong from the first loss: weights, data or forward"
 FACTOR = "right first loss, first norm off by a factor: scale"
 PART = ("right first loss, first norm off, not by a constant factor: "
         "a part of the gradient is missing or counted twice")
-UPDATE = "right first loss and norm, a later one off: clipping, optimizer, or replicas drifting apart"
+UPDATE = ("right first loss and norm, a later one off: "
+          "clipping, optimizer, gradients of the step before, or replicas drifting apart")
 WEIGHTS = "losses and norms right, weights at the end differ"
 
 
