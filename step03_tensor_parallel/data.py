@@ -74,16 +74,15 @@ def load_tokenizer(name):
     return encode, len(tokenizer)
 
 
-def load_tokens(dataset_name, tokenizer_name):
-    """Returns (tokens, vocab_size). dataset_name: "stories", a .txt, .jsonl or .parquet file or a hub name.
+def load_tokens(dataset_name, encode):
+    """Returns all tokens, int32. dataset_name: stories, a .txt, .jsonl or .parquet file or a hub name.
 
     Files and hub data are tokenised once and kept in the cache of the library `datasets`; of processes that
     start together one works, the others wait. A .txt file is one document, else each row's "text" is one.
     """
-    encode, vocab_size = load_tokenizer(tokenizer_name)
     if dataset_name == "stories":
         tokens = array("i", chain.from_iterable(encode(list(stories()))))
-        return torch.frombuffer(tokens, dtype=torch.int32), vocab_size
+        return torch.frombuffer(tokens, dtype=torch.int32)
 
     source, suffix = {"path": dataset_name}, os.path.splitext(dataset_name)[1]
     if suffix in FILE_TYPES:
@@ -107,7 +106,7 @@ def load_tokens(dataset_name, tokenizer_name):
             lambda rows: {"tokens": encode([text or "" for text in rows["text"]])}, batched=True,
             remove_columns=documents.column_names, desc="tokenise",
             features=datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}))
-        return flat_file(tokenized), vocab_size
+        return flat_file(tokenized)
 
 
 def flat_file(tokenized):

@@ -16,6 +16,7 @@ PyTorch Distributed, arXiv 2006.15704, section 3.2).
 from functools import partial
 
 import torch
+from torch.profiler import record_function
 
 
 class Bucket:
@@ -54,7 +55,8 @@ class GradientBuckets:
         """Runs whenever backward has added to a parameter's gradient."""
         bucket.missing -= 1
         if bucket.missing == 0:
-            self.reducing.append(self.axis.start_all_reduce(bucket.buffer))
+            with record_function(f"all-reduce bucket {self.buckets.index(bucket)}"):
+                self.reducing.append(self.axis.start_all_reduce(bucket.buffer))
 
     def wait(self):
         """After the last micro-batch: returns when all gradients are summed."""

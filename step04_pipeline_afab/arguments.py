@@ -11,6 +11,11 @@ import torch
 from config import load_config
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):  # one line, without the usage
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
@@ -43,7 +48,7 @@ positive = number(int, 1)
 
 def parse_args(argv=None):
     """Returns (args, config) with everything filled in: batch sizes, device and dtype. Raises ValueError."""
-    parser = Parser("train.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser("train.py", allow_abbrev=False, formatter_class=Help)
     add = parser.add_argument
     shape = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
              "num_key_value_heads", "vocab_size")
@@ -60,7 +65,7 @@ def parse_args(argv=None):
     add("--total_train_steps", "--steps", type=positive, default=100, help="training steps")
     add("--learning_rate", type=number(float, 0), default=3e-3, help="at its highest")
     add("--warmup_steps", type=number(int, 0), default=10, help="training steps until it is highest")
-    add("--max_grad_norm", type=number(float, 0), default=1.0, help="clip gradients to this norm; inf: never")
+    add("--max_grad_norm", type=number(float, 0), default=1.0, help="clip gradients to this norm; 0: never")
     add("--weight_decay", type=number(float, 0), default=0.1, help="on matrices only")
     add("--seed", type=int, default=0, help="of the weights and of the order of the data")
     add("--dtype", choices=["float32", "bfloat16", "float64"],
@@ -92,6 +97,7 @@ def parse_args(argv=None):
             raise ValueError(f"--tp {args.tp_size} doesn't divide {name} {getattr(config, name)}: "
                              f"use --tp {math.gcd(args.tp_size, getattr(config, name))} or another --{name}")
     cut_batch(args)
+    args.max_grad_norm = args.max_grad_norm or float("inf")
     num_gpus, local_world_size = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if args.device == "cuda" and num_gpus < local_world_size:
         raise ValueError(f"--device cuda: {num_gpus} GPUs for {local_world_size} processes; use --device cpu")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from arguments import input_errors, parse_args
 from context_parallel import context_parallel
-from data import Sequences, load_tokens
+from data import Sequences, load_tokenizer, load_tokens
 from data_parallel import GradientBuckets
 from mesh import create_mesh
 from metrics import Metrics, create_profiler
@@ -56,11 +56,11 @@ def create_optimizer(model, args):
 def main(argv=None):
     with input_errors():
         args, config = parse_args(argv)
-        tokens, vocab_size = load_tokens(args.dataset_name, args.tokenizer_name)
+        encode, vocab_size = load_tokenizer(args.tokenizer_name)
         if vocab_size > config.vocab_size:
             raise ValueError(f"the tokenizer has {vocab_size} tokens, the model only {config.vocab_size}: "
                              f"use --vocab_size {vocab_size}")
-        sequences = Sequences(tokens, args.seq_len, args.seed)
+        sequences = Sequences(load_tokens(args.dataset_name, encode), args.seq_len, args.seed)
 
     mesh = create_mesh(
         {"dp": args.dp_size, "pp": args.pp_size, "cp": args.cp_size, "tp": args.tp_size},

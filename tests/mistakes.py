@@ -86,8 +86,8 @@ STEP01 = Layout("step01"), [
 STEP02 = Layout("step02", dp=2, mbs=2), [
     Mistake(
         "no all-reduce", "data_parallel.py",
-        "            self.reducing.append(self.axis.start_all_reduce(bucket.buffer))\n",
-        "            pass\n",
+        "                self.reducing.append(self.axis.start_all_reduce(bucket.buffer))\n",
+        "                pass\n",
         PART),
     Mistake(
         "gradients are divided by dp again", "data_parallel.py",
@@ -123,9 +123,9 @@ STEP02 = Layout("step02", dp=2, mbs=2), [
         PART),
     Mistake(
         "weights are reduced instead of gradients", "data_parallel.py",
-        "            self.reducing.append(self.axis.start_all_reduce(bucket.buffer))\n",
-        "            for parameter in bucket.parameters:\n"
-        "                self.reducing.append(self.axis.start_all_reduce(parameter.detach()))\n",
+        "                self.reducing.append(self.axis.start_all_reduce(bucket.buffer))\n",
+        "                for parameter in bucket.parameters:\n"
+        "                    self.reducing.append(self.axis.start_all_reduce(parameter.detach()))\n",
         PART),
     Mistake(
         "every process trains on the same rows", "train.py",
@@ -297,10 +297,8 @@ STEP04 = Layout("step04", pp=2), [
         PART, layout=Layout("step04", pp=2, tied=True)),
     Mistake(
         "reduced before the last backward", "data_parallel.py",
-        "        if bucket.missing == 0:\n"
-        "            self.reducing.append(self.axis.start_all_reduce(bucket.buffer))\n",
-        "        if bucket.missing == len(bucket.parameters):\n"
-        "            self.axis.all_reduce(bucket.buffer)\n",
+        "        if bucket.missing == 0:\n",
+        "        if bucket.missing == len(bucket.parameters):\n",
         PART, layout=Layout("step04", dp=2, pp=2, mbs=2)),
 ]
 
@@ -322,8 +320,59 @@ STEP05 = Layout("step05", pp=3), [
         ENDED, layout=Layout("step05", pp=3, flags="--timeout 3")),
 ]
 
+STEP06 = Layout("step06", cp=2), [
+    Mistake(
+        "gradients are not summed over cp", "train.py",
+        "GradientBuckets(model, mesh.dp_cp, ",
+        "GradientBuckets(model, mesh.dp, ",
+        PART),
+    Mistake(
+        "every process takes its positions for the first ones", "context_parallel.py",
+        "    model.positions = partial(zigzag_positions, cp)\n",
+        "",
+        FIRST_LOSS),
+    Mistake(
+        "RoPE counts positions in contiguous order", "train.py",
+        "        positions = model.positions(args.seq_len // cp.size, device=args.device)\n",
+        "        positions = model.positions(args.seq_len // cp.size, device=args.device)\n"
+        "        if cp.size > 1:\n"
+        "            model.positions = lambda n, device: torch.arange(cp.rank * n, cp.rank * n + n)\n",
+        FIRST_LOSS),
+    Mistake(
+        "queries see the late chunk of earlier processes too", "context_parallel.py",
+        "return (everything, early, False) if owner < rank else (late, everything, False)",
+        "return (everything, everything, False) if owner < rank else (late, everything, False)",
+        FIRST_LOSS),
+    Mistake(
+        "pieces are added up as if each had all of the softmax", "context_parallel.py",
+        "            out[:, :, queries] += piece * (piece_lse - total).exp()[..., None]\n",
+        "            out[:, :, queries] += piece\n",
+        FIRST_LOSS),
+    Mistake(
+        "gradients of keys and values stay one process short of home", "context_parallel.py",
+        "        grad_k, grad_v = coming.to(q.dtype)",
+        "        grad_k, grad_v = grad_kv.to(q.dtype)",
+        PART),
+    Mistake(
+        "gradients of others' keys and values are dropped", "context_parallel.py",
+        "                grad_kv[:, :, :, keys] += torch.stack(kv_piece)\n",
+        "",
+        PART),
+    Mistake(
+        "backward takes a piece's own log-sum-exp", "context_parallel.py",
+        "        ctx.save_for_backward(q, kv, out, lse)\n",
+        "        lse[:, :, queries] = piece_lse\n"
+        "        ctx.save_for_backward(q, kv, out, lse)\n",
+        PART),
+    Mistake(
+        "the loss is that of one process's positions", "train.py",
+        "pp.all_reduce(mesh.dp_cp.all_reduce(loss))",
+        "pp.all_reduce(dp.all_reduce(loss))",
+        FIRST_LOSS, "only the loss that is printed is wrong"),
+]
+
 MISTAKES = {}
-for layout, mistakes in (STEP01, STEP02, STEP03, STEP04, STEP05):
+for layout, mistakes in (STEP01, STEP02, STEP03, STEP04, STEP05, STEP06):
     for mistake in mistakes:
         key = f"{layout.step}-{mistake.name.replace(' ', '-')}"
         assert key not in MISTAKES

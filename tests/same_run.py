@@ -107,6 +107,22 @@ LAYOUTS = [
         dict(pp=2, tied=True))),
     Layout("step05", pp=2, tp=2, dtype="float32"),
     Layout("step05", pp=2, real=True),
+
+    Layout("step06"),
+    Layout("step06", cp=2),
+    Layout("step06", cp=3),
+    Layout("step06", cp=4),
+    Layout("step06", dp=2, cp=2, mbs=2),
+    Layout("step06", pp=2, cp=2),
+    Layout("step06", cp=2, tp=2),
+    Layout("step06", dp=2, pp=2, tp=2, mbs=1),
+    Layout("step06", dp=2, pp=2, cp=2, mbs=2),
+    Layout("step06", dp=2, cp=2, tp=2, mbs=2),
+    Layout("step06", pp=2, cp=2, tp=2),
+    Layout("step06", dp=2, pp=2, cp=2, tp=2, mbs=2),
+    Layout("step06", pp=2, cp=2, tied=True),
+    Layout("step06", cp=2, tp=2, dtype="float32"),
+    Layout("step06", cp=2, real=True),
 ]
 
 

@@ -66,12 +66,17 @@ def test_too_short_text(modules, num_tokens, seq_len, advice):
         numbered(modules, num_tokens, seq_len)
 
 
+def load_bytes(modules, name):
+    encode, vocab_size = modules.data.load_tokenizer("bytes")
+    assert vocab_size == 256
+    return modules.data.load_tokens(str(name), encode)
+
+
 def test_stories_are_always_the_same_and_joined_with_end_of_text(modules):
     stories = list(modules.data.stories())
     digest = hashlib.sha256("".join(stories).encode()).hexdigest()
     assert digest == "96402e0c0e418c7385ada440a422577880be25ed8b176df07eaf50bba124a3ee"
-    tokens, vocab_size = modules.data.load_tokens("stories", "bytes")
-    assert vocab_size == 256
+    tokens = load_bytes(modules, "stories")
     assert bytes(tokens.tolist()).decode() == "".join(story + "\0" for story in stories)
 
 
@@ -79,19 +84,14 @@ def load_files(folder, files, tokenizer, log):
     """Runs in a warm process. Returns [(tokens, vocab_size), ...]; log gets the number of texts tokenised."""
     sys.path.insert(0, str(folder))
     import data
-    load_tokenizer = data.load_tokenizer
+    encode, vocab_size = data.load_tokenizer(str(tokenizer))
 
-    def load_counting_tokenizer(name):
-        encode, vocab_size = load_tokenizer(name)
+    def encode_and_count(texts):
+        with open(log, "a") as file:
+            file.write(f"{len(texts)}\n")
+        return encode(texts)
 
-        def encode_and_count(texts):
-            with open(log, "a") as file:
-                file.write(f"{len(texts)}\n")
-            return encode(texts)
-        return encode_and_count, vocab_size
-
-    data.load_tokenizer = load_counting_tokenizer
-    return [data.load_tokens(str(file), str(tokenizer)) for file in files]
+    return [(data.load_tokens(str(file), encode_and_count), vocab_size) for file in files]
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -121,14 +121,14 @@ def test_changed_file_is_tokenised_anew(modules, tmp_path):
     file = tmp_path / "text.txt"
     for text in ("one", "two\nand three"):
         file.write_text(text)
-        assert bytes(modules.data.load_tokens(str(file), "bytes")[0].tolist()) == text.encode() + b"\0"
+        assert bytes(load_bytes(modules, file).tolist()) == text.encode() + b"\0"
 
 
 def test_rows_without_text_and_folders(modules, tmp_path):
     rows = [{"text": text, "number": 1} for text in ("a", None, "é")]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for name in (tmp_path, tmp_path / "train.jsonl"):
-        assert bytes(modules.data.load_tokens(str(name), "bytes")[0].tolist()) == "a\0\0é\0".encode()
+        assert bytes(load_bytes(modules, name).tolist()) == "a\0\0é\0".encode()
 
 
 def test_tokenizer_without_end_of_text_is_refused(modules, bpe, tmp_path):

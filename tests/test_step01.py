@@ -134,7 +134,7 @@ def test_clipping(modules):
 
 def test_weight_decay_is_on_matrices_only(step01):
     """With gradients clipped to nothing, decay is all that changes a weight."""
-    options = ["--steps", 2, "--warmup_steps", 0, "--learning_rate", 0.1, "--max_grad_norm", 0, *SMALL]
+    options = ["--steps", 2, "--warmup_steps", 0, "--learning_rate", 0.1, "--max_grad_norm", 1e-30, *SMALL]
     still, decayed = (launch.train(step01, *options, "--weight_decay", decay).check().results[0]
                       for decay in (0, 0.5))
     shrunk = (1 - 0.055 * 0.5) * (1 - 0.01 * 0.5)  # learning rates 0.055 and 0.01
