@@ -307,7 +307,7 @@ STEP05 = Layout("step05", pp=3), [
         "the cool-down is left out", "pipeline_parallel.py",
         "    return order + cool_down\n",
         "    return order\n",
-        ENDED),
+        ENDED, layout=Layout("step05", pp=3, flags="--timeout 3")),
     Mistake(
         "the cool-down goes the other way", "pipeline_parallel.py",
         "    return order + cool_down\n",

@@ -14,10 +14,10 @@ from mistakes import MISTAKES, plant
 def test_the_shared_test_catches(steps, tmp_path, mistake):
     if steps != launch.ROOT:
         pytest.skip("mistakes are planted into this repository's steps")
-    layout = mistake.layout
+    layout = replace(mistake.layout, steps=4)
     run = same_run.run_layout(plant(mistake, tmp_path), layout)
-    diagnosis = diagnose(run, same_run.reference(layout.dtype, layout.tied), layout.axes,
-                         layout.num_micro_batches, same_run.TOLERANCES[layout.dtype])
+    diagnosis = diagnose(run, same_run.reference(layout), layout.axes, layout.num_micro_batches,
+                         same_run.TOLERANCES[layout.dtype])
     assert diagnosis, "not caught"
     print(diagnosis)
     assert diagnosis.kind == mistake.kind, diagnosis

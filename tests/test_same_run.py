@@ -21,7 +21,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_same_run(steps, layout):
-    reference = same_run.reference(layout.dtype, layout.tied)
+    reference = same_run.reference(layout)
     run = same_run.run_layout(same_run.step_folder(steps, layout.step), layout)
     diagnosis = diagnose(run, reference, layout.axes, layout.num_micro_batches, layout.tolerance)
     if diagnosis:
