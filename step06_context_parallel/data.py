@@ -19,7 +19,7 @@ FILE_TYPES = {  # how datasets.load_dataset reads them
 }
 
 
-def stories(count=5000):
+def stories(count=2000):
     """Yields little stories in the manner of TinyStories (Eldan and Li, arXiv 2305.07759), always the same.
 
     Easier than real text: good for seeing a loss fall within a minute, not for comparing models.
