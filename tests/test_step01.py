@@ -229,7 +229,7 @@ ERRORS = [
     ("--num_key_value_heads 3", "num_attention_heads 8", "num_key_value_heads 3", "--num_key_value_heads 2"),
     ("--hidden_size 24", "hidden_size 24", "num_attention_heads 8", "--hidden_size 32"),
     ("--vocab_size 255", "256", "255", "--vocab_size 256"),
-    ("--seq_len 9000000", "1478260", "9000000", "--seq_len 1478259"),
+    ("--seq_len 9000000", "588286", "9000000", "--seq_len 588285"),
     ("--model_name nonesuch", "nonesuch", "smollm-135m"),
     ("--model_name owner/nonesuch", "owner/nonesuch", "without network", "preset"),
     ("--model_name BAD", "config.json"),
