@@ -16,7 +16,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):  # one line, without the usage
-        self.exit(2, f"train.py: error: {' '.join(message.split())}\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def input_errors():
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
-        Parser().error(str(error))
+        Parser("train.py").error(str(error))
 
 
 def number(kind, least):
@@ -42,14 +42,16 @@ def number(kind, least):
 positive = number(int, 1)
 
 
-def parse_args(argv=None):
-    """Returns (args, config) with everything filled in: batch sizes, device and dtype. Raises ValueError."""
+SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+         "num_key_value_heads", "vocab_size")
+
+
+def create_parser():
+    """The command line of train.py."""
     parser = Parser("train.py", allow_abbrev=False, formatter_class=Help)
     add = parser.add_argument
-    shape = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-             "num_key_value_heads", "vocab_size")
     add("--model_name", default="tiny", help="a preset, a folder with config.json or a hub name")
-    for name in shape:
+    for name in SHAPE:
         add(f"--{name}", type=positive, help="in place of the model's own")
     add("--dataset_name", default="stories", help="stories, a .txt, .jsonl or .parquet file or a hub name")
     add("--tokenizer_name", default="bytes", help="bytes, a folder or a hub name")
@@ -70,9 +72,13 @@ def parse_args(argv=None):
     add("--use_cpu", dest="device", action="store_const", const="cpu", help="the same as --device cpu")
     add("--metrics_file", help="write one JSON object a training step to this file")
     add("--profile_dir", help="write a torch.profiler trace of steps 2 to 4 to this folder")
-    args = parser.parse_args(argv)
+    return parser
 
-    config = load_config(args.model_name, **{name: getattr(args, name) for name in shape})
+
+def parse_args(argv=None):
+    """Returns (args, config) with everything filled in: batch sizes, device and dtype. Raises ValueError."""
+    args = create_parser().parse_args(argv)
+    config = load_config(args.model_name, **{name: getattr(args, name) for name in SHAPE})
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets it
     if world_size != 1:
         raise ValueError(f"the layout needs 1 process, not {world_size}: use --nproc_per_node 1")

@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):  # one line, without the usage
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(30)  # the first process speaks for all; when it has ended, torchrun ends the others
-        self.exit(2, f"train.py: error: {' '.join(message.split())}\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def input_errors():
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
-        Parser().error(str(error))
+        Parser("train.py").error(str(error))
 
 
 def number(kind, least):
@@ -46,14 +46,16 @@ def number(kind, least):
 positive = number(int, 1)
 
 
-def parse_args(argv=None):
-    """Returns (args, config) with everything filled in: batch sizes, device and dtype. Raises ValueError."""
+SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+         "num_key_value_heads", "vocab_size")
+
+
+def create_parser():
+    """The command line of train.py."""
     parser = Parser("train.py", allow_abbrev=False, formatter_class=Help)
     add = parser.add_argument
-    shape = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-             "num_key_value_heads", "vocab_size")
     add("--model_name", default="tiny", help="a preset, a folder with config.json or a hub name")
-    for name in shape:
+    for name in SHAPE:
         add(f"--{name}", type=positive, help="in place of the model's own")
     add("--dataset_name", default="stories", help="stories, a .txt, .jsonl or .parquet file or a hub name")
     add("--tokenizer_name", default="bytes", help="bytes, a folder or a hub name")
@@ -81,9 +83,13 @@ def parse_args(argv=None):
     add("--cp_size", "--cp", type=positive, default=1, help="processes that share the positions of sequences")
     add("--bucket_cap_mb", type=number(float, 0), default=25, help="MiB of gradients in one all-reduce")
     add("--timeout", type=positive, default=60, help="seconds after which communication has failed")
-    args = parser.parse_args(argv)
+    return parser
 
-    config = load_config(args.model_name, **{name: getattr(args, name) for name in shape})
+
+def parse_args(argv=None):
+    """Returns (args, config) with everything filled in: batch sizes, device and dtype. Raises ValueError."""
+    args = create_parser().parse_args(argv)
+    config = load_config(args.model_name, **{name: getattr(args, name) for name in SHAPE})
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets it
     args.dp_size = args.dp_size or max(world_size // (args.pp_size * args.cp_size * args.tp_size), 1)
     needed = args.dp_size * args.pp_size * args.cp_size * args.tp_size
