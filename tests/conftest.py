@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,15 +15,30 @@ os.environ.update(HF_HOME=CACHE.name, HF_DATASETS_CACHE=f"{CACHE.name}/datasets"
 
 import launch  # noqa: E402  (after the environment is set, since it imports torch)
 
+sys.path.append(str(launch.ROOT / "tools"))
+
+
+def pytest_configure(config):
+    launch.GUARDED = config.getoption("--guard")
+
 
 def pytest_addoption(parser):
     parser.addoption("--steps", type=Path, default=launch.ROOT, metavar="DIR",
                      help="the folder that holds the step folders to test (default: this repository)")
+    parser.addoption("--run_seed", type=int, default=0, metavar="N",
+                     help="the seed of the shared test's runs and of the tasks' inputs (default: 0)")
+    parser.addoption("--guard", action="store_true",
+                     help="the programs that are tested may open nothing but this folder and Python's own")
 
 
 @pytest.fixture(scope="session")
 def steps(request):
     return request.config.getoption("--steps").resolve()
+
+
+@pytest.fixture(scope="session")
+def run_seed(request):
+    return request.config.getoption("--run_seed")
 
 
 @pytest.fixture(scope="session")

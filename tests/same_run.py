@@ -36,6 +36,7 @@ class Layout:
     dtype: str = "float64"
     tied: bool = False  # head and embedding share a weight
     steps: int = 10  # training steps
+    seed: int = 0  # of weights and data
     real: bool = False  # by torchrun, in place of warm processes
 
     @property
@@ -143,8 +144,8 @@ def tied_model():
 
 def arguments(layout):
     """The command line of a layout."""
-    argv = [*OPTIONS, "--steps", layout.steps, "--dtype", layout.dtype, "--mbs", layout.mbs,
-            *layout.flags.split()]
+    argv = [*OPTIONS, "--steps", layout.steps, "--seed", layout.seed, "--dtype", layout.dtype,
+            "--mbs", layout.mbs, *layout.flags.split()]
     if layout.tied:
         argv += ["--model_name", tied_model().name]
     else:
@@ -171,12 +172,12 @@ def run_layout(folder, layout, timeout=120):
 
 def reference(layout):
     """What a layout's run has to equal: the run of this repository's step 1."""
-    return single_process(layout.dtype, layout.tied, layout.steps)
+    return single_process(layout.dtype, layout.tied, layout.steps, layout.seed)
 
 
 @cache
-def single_process(dtype, tied, steps):
-    layout = Layout("step01", dtype=dtype, tied=tied, steps=steps)
+def single_process(dtype, tied, steps, seed):
+    layout = Layout("step01", dtype=dtype, tied=tied, steps=steps, seed=seed)
     run = run_layout(step_folder(launch.ROOT, "step01"), layout).check()
     clipped = [norm > MAX_GRAD_NORM for norm in run.series("grad_norm")]
     assert len(clipped) == steps and sum(clipped) > steps / 2, "most training steps have to clip"

@@ -5,7 +5,10 @@ step and the weights at the end.
 
     pytest tests/test_same_run.py -k step03                      one step
     pytest tests/test_same_run.py --steps DIR                    steps in another folder, a student's
+    pytest tests/test_same_run.py --run_seed 7                   other weights and data
 """
+
+from dataclasses import replace
 
 import pytest
 
@@ -20,7 +23,8 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("layout", layouts, ids=str)
 
 
-def test_same_run(steps, layout):
+def test_same_run(steps, run_seed, layout):
+    layout = replace(layout, seed=run_seed)
     reference = same_run.reference(layout)
     run = same_run.run_layout(same_run.step_folder(steps, layout.step), layout)
     diagnosis = diagnose(run, reference, layout.axes, layout.num_micro_batches, layout.tolerance)
