@@ -1,7 +1,7 @@
 """The figures of the companion notebooks, all in one manner.
 
-Colour alone never carries a meaning: each colour has a hatch, a marker or a line style of its own. The colours
-are those of Okabe and Ito, which people with any kind of colour vision can tell apart.
+Colour alone never carries a meaning: each colour has a hatch, a marker or a line style of its own. The
+colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart.
 """
 
 import io
@@ -20,11 +20,11 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
 LOOKS = {  # colour and hatch of what looks the same in all notebooks
     "forward": (SKY, ""), "backward": (ORANGE, "////"), "all_reduce": (GREEN, "...."),
-    "all_gather": (PURPLE, "xxxx"), "send": (BLUE, "||||"), "recv": (YELLOW, "----"),
+    "all_gather": (PURPLE, "xxxx"), "optimizer": (YELLOW, "++++"), "send": (BLUE, "||||"), "recv": (YELLOW, "----"),
     "weights": (SKY, ""), "gradients": (ORANGE, "////"), "optimizer state": (YELLOW, "...."),
     "activations": (GREEN, "xxxx"),
 }
-OTHER_LOOKS = [(PURPLE, "\\\\\\\\"), (BLUE, "||||"), (RED, "----"), (YELLOW, "++++")]
+OTHER_LOOKS = [(PURPLE, "\\\\\\\\"), (RED, "----"), (BLUE, "||||"), ("0.85", "oo")]
 LINES = list(zip((BLUE, RED, GREEN, PURPLE, ORANGE), ("-", "--", "-.", ":", (0, (5, 1))), "osv^D"))
 
 
@@ -69,7 +69,7 @@ def draw_curves(runs):
                                ("nats per token", "", "")):
         ax.set(title=title, xlabel="training step", ylabel=unit)
         ax.legend(fontsize=7)
-    axes[2].set_ylim(1e-17, 1e2)
+    axes[2].set_ylim(3e-18, 1e2)
     return figure
 
 
@@ -140,6 +140,8 @@ def draw_holdings(cuts, ranks):
     figure, axes = plt.subplots(len(ranks), len(cuts), squeeze=False,
                                 figsize=(1.0 + 1.7 * len(cuts), 0.5 + 0.85 * len(ranks)))
     styles = looks(cuts)
+    for ax, kind in zip(axes[0], cuts):
+        ax.set_title(kind)
     for (label, held), row in zip(ranks.items(), axes):
         for (kind, (height, width)), ax in zip(cuts.items(), row):
             for y, x in itertools.product(range(height), range(width)):
@@ -148,8 +150,6 @@ def draw_holdings(cuts, ranks):
                 ax.add_patch(Rectangle((x / width, y / height), 1 / width, 1 / height, **style))
             ax.set(xlim=(-0.02, 1.02), ylim=(1.04, -0.04), xticks=[], yticks=[])
             ax.spines[:].set_visible(False)
-            if row is axes[0]:
-                ax.set_title(kind)
         row[0].set_ylabel(label, rotation=0, ha="right", va="center")
     return figure
 

@@ -120,8 +120,8 @@ class Span:
 class Trace:
     """One rank's trace of training steps 2 to 4.
 
-    Its spans are those that the trainer labels (forward 0, backward 0, ...) and the communications
-    (all_reduce, all_gather, send, recv).
+    Its spans are those that the trainer labels (forward 0, backward 0, ...), the optimizer's, and the
+    communications (all_reduce, all_gather, send, recv).
     """
 
     def __init__(self, path):
@@ -129,6 +129,7 @@ class Trace:
         for event in json.loads(Path(path).read_text())["traceEvents"]:
             if event.get("cat") == "user_annotation":
                 name, args = event["name"].removeprefix("gloo:"), event["args"]
+                name = "optimizer" if name.startswith("Optimizer.step") else name
                 tensor = (tuple(args["Input Dims"][0]), args["Input type"][0]) if "Input Dims" in args else ()
                 self.all_spans.append(Span(name, event["ts"] / 1e6, event["dur"] / 1e6, *tensor))
             elif event.get("name") == "[memory]":

@@ -4,8 +4,8 @@
 
 The trainer is the step's own, unchanged. Its traces get two things more: the shapes of the tensors that go
 into an operation, from which follow the bytes of every collective, and each allocation of memory. And each
-rank leaves a holds0.json, holds1.json, ... in FOLDER: the bytes of weights, gradients and optimizer state that
-it has at the end of the run.
+rank leaves a file in FOLDER, holds0.json, holds1.json, ...: the bytes of weights, gradients and optimizer
+state that it has at the end of the run.
 """
 
 import json
