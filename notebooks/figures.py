@@ -8,6 +8,7 @@ import io
 import itertools
 
 import matplotlib.pyplot as plt
+import PIL.Image
 from IPython.display import Image, Markdown, display
 from matplotlib.patches import Patch, Rectangle
 
@@ -20,7 +21,8 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
 LOOKS = {  # colour and hatch of what looks the same in all notebooks
     "forward": (SKY, ""), "backward": (ORANGE, "////"), "all_reduce": (GREEN, "...."),
-    "all_gather": (PURPLE, "xxxx"), "optimizer": (YELLOW, "++++"), "send": (BLUE, "||||"), "recv": (YELLOW, "----"),
+    "all_gather": (PURPLE, "xxxx"), "send": (BLUE, "||||"), "recv": (RED, "----"),
+    "optimizer": (YELLOW, "++++"),
     "weights": (SKY, ""), "gradients": (ORANGE, "////"), "optimizer state": (YELLOW, "...."),
     "activations": (GREEN, "xxxx"),
 }
@@ -38,10 +40,11 @@ def looks(names):
 
 def show(figure, caption):
     """Shows a figure with a caption that says what to see; screen readers get it too."""
-    image = io.BytesIO()
-    figure.savefig(image, format="png", metadata={"Software": None})
+    full, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(full)
     plt.close(figure)
-    display(Image(image.getvalue(), alt=caption.replace("*", "").replace("`", "")))
+    PIL.Image.open(full).convert("RGB").quantize(64).save(small, "png", optimize=True)  # a third of the bytes
+    display(Image(small.getvalue(), alt=caption.replace("*", "").replace("`", "")))
     display(Markdown(f"*{caption}*"))
 
 

@@ -6,9 +6,13 @@ test (same_run.py) and its diagnosis (diagnose.py). What draws is in figures.py.
 
 import ast
 import difflib
+import inspect
 import json
+import math
+import shutil
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -73,18 +77,42 @@ def run_source(source, nproc, timeout=60):
         return torchrun(program, nproc=nproc, timeout=timeout)
 
 
-def break_it(name, steps=10):
-    """Plants a mistake of tests/mistakes.py, shows the edit, and runs the shared test on it.
+def break_it(name, steps=10, hidden=False):
+    """Plants a mistake of tests/mistakes.py, shows the edit unless hidden, and runs the shared test on it.
 
     Returns (run of the broken step, run of the single process, diagnosis).
     """
     mistake = MISTAKES[name]
-    edit = difflib.ndiff(mistake.old.splitlines(), mistake.new.splitlines())
-    show_code("diff", f"`{mistake.file}`, broken on purpose", [line for line in edit if line[0] != "?"])
+    if not hidden:
+        edit = difflib.ndiff(mistake.old.splitlines(), mistake.new.splitlines())
+        show_code("diff", f"`{mistake.file}`, broken on purpose", [line for line in edit if line[0] != "?"])
     layout = replace(mistake.layout, steps=steps)
     with tempfile.TemporaryDirectory() as scratch:
         broken = same_run.run_layout(plant(mistake, scratch), layout)
     return broken, same_run.reference(layout), shared_test(broken, layout)
+
+
+def transplant(function, file, name, layout):
+    """Puts a function in the place of the one of this name in a copy of the layout's step.
+
+    name: "afab", or "Bucket.__init__" for a method; what is decorated stays so. The function sees what that
+    file imports and defines. Returns what the shared test says. Raises NotImplementedError if the function
+    does.
+    """
+    source = textwrap.dedent(inspect.getsource(function))
+    if "raise NotImplementedError" in source:
+        raise NotImplementedError
+    step = same_run.step_folder(ROOT, layout.step)
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch, step.name)
+        shutil.copytree(step, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        lines = (copy / file).read_text().splitlines()
+        node = ast.parse("\n".join(lines))
+        for part in name.split("."):
+            (node,) = [child for child in node.body if getattr(child, "name", "") == part]
+        lines[node.lineno - 1:node.end_lineno] = textwrap.indent(source, " " * node.col_offset).splitlines()
+        (copy / file).write_text("\n".join(lines) + "\n")
+        return shared_test(same_run.run_layout(copy, layout), layout)
 
 
 def shared_test(run, layout):
@@ -148,20 +176,19 @@ class Trace:
         return [span for span in self.all_spans
                 if span.kind in kinds and window.start <= span.start < window.end]
 
-    def communication(self, step=3):
+    def communication(self, step=3, during=()):
         """Returns dicts: what this rank exchanges in a training step, with equal operations counted.
 
-        "during" is the kind of work in which they start.
+        during: kinds of work, such as forward and backward, by which to tell apart what starts in them.
         """
-        work, rows = self.spans("forward", "backward", step=step), {}
+        work, rows = self.spans(*during, step=step), {}
         for span in self.spans("all_reduce", "all_gather", "broadcast", "send", "recv", step=step):
-            during = next((part.kind for part in work if part.start <= span.start < part.end), "neither")
-            size = BYTES[span.dtype]
-            for length in span.shape:
-                size *= length
-            row = rows.setdefault((span.kind, span.shape, span.dtype, during), {
-                "operation": span.kind, "during": during, "shape": str(list(span.shape)), "type": span.dtype,
-                "times": 0, "bytes each": size, "bytes in all": 0})
+            phase = next((part.kind for part in work if part.start <= span.start < part.end), "neither")
+            key = {"operation": span.kind, **({"during": phase} if during else {}),
+                   "shape": str(list(span.shape)), "type": span.dtype}
+            size = BYTES[span.dtype] * math.prod(span.shape)
+            counts = {"times": 0, "bytes each": size, "bytes in all": 0}
+            row = rows.setdefault(tuple(key.values()), {**key, **counts})
             row["times"] += 1
             row["bytes in all"] += size
         return list(rows.values())
@@ -202,14 +229,18 @@ class Changes:
                      "lines added": counted.count("+"), "lines removed": counted.count("-")}
                     for file, counted in signs.items()])
 
-    def hunk(self, file, text):
-        """Shows the one hunk of a changed file that has this text in a changed line."""
-        found = [hunk for hunk in self.hunks[file] if any(text in line for _, _, line in hunk.changed)]
+    def hunk(self, file, text, within=""):
+        """Shows the one hunk of a changed file that has this text in a changed line.
+
+        within: the function or Class.method in which it begins, where the text alone isn't enough.
+        """
+        found = [(hunk, enclosing(self.new[file], hunk.first)) for hunk in self.hunks[file]
+                 if any(text in line for _, _, line in hunk.changed)]
+        found = [(hunk, place) for hunk, place in found if within in ("", place)]
         if len(found) != 1:
-            raise ValueError(f"{len(found)} hunks of {file} have a changed line with {text!r}")
-        (hunk,) = found
-        where = enclosing(self.new[file], hunk.first) if file.endswith(".py") else ""
-        show_code("diff", f"`{file}`, line {hunk.first}{where}", hunk.lines)
+            raise ValueError(f"{len(found)} hunks of {file} {within} have a changed line with {text!r}")
+        ((hunk, place),) = found
+        show_code("diff", f"`{file}`, line {hunk.first}" + (f", in `{place}`" if place else ""), hunk.lines)
         self.unseen -= {(file, *line) for line in hunk.changed}
 
     def piece(self, file, name=""):
@@ -271,7 +302,7 @@ def read_folder(name):
 
 
 def pieces(lines):
-    """Returns {name: (first line, last line)} of a module's parts. A comment belongs to what follows it."""
+    """Returns {name: (first line, last line)} of a Python file. A comment belongs to what follows it."""
     parts, end = {}, 0
     for node in ast.parse("\n".join(lines)).body:
         if isinstance(node, ast.Assign):
@@ -290,9 +321,12 @@ def pieces(lines):
 
 
 def enclosing(lines, number):
-    """Says in which function or method a line stands."""
-    names = [name for name, (first, last) in pieces(lines).items() if name and first <= number <= last]
-    return f", in `{names[-1]}`" if names else ""
+    """The function or Class.method in which a line stands, "" if in none or if the file isn't Python."""
+    try:
+        names = [name for name, (first, last) in pieces(lines).items() if first <= number <= last]
+    except SyntaxError:
+        return ""
+    return names[-1] if names else ""
 
 
 def show_code(language, title, lines):

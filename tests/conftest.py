@@ -25,6 +25,7 @@ def pytest_configure(config):
 def pytest_addoption(parser):
     parser.addoption("--steps", type=Path, default=launch.ROOT, metavar="DIR",
                      help="the folder that holds the step folders to test (default: this repository)")
+    parser.addoption("--notebooks", action="store_true", help="execute all notebooks too, a minute each")
     parser.addoption("--run_seed", type=int, default=0, metavar="N",
                      help="the seed of the shared test's runs and of the tasks' inputs (default: 0)")
     parser.addoption("--guard", action="store_true",
