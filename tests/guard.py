@@ -2,10 +2,11 @@
 
 An audit hook (PEP 578) sees every file that Python opens and every program that it starts, and can't be
 removed. It is no sandbox: code that calls C functions by hand gets round it. Where that is to be feared, grade
-in a container from which the solution is missing.
+in a container that has no solution.
 """
 
 import os
+import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -17,10 +18,12 @@ WRITE = {"os.chmod", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir"
 REFUSED = {"ctypes.dlopen", "os.exec", "os.fork", "os.forkpty", "os.kill", "os.killpg", "os.posix_spawn",
            "os.spawn", "os.system", "socket.connect", "subprocess.Popen"}
 
+MAX_BYTES = 2**28  # of a file
+
 
 def install(root):
-    """From now on this process may read what is below root and Python's own files, and write temporary ones.
-    Other files, other programs and the network are refused: PermissionError."""
+    """From now on this process may read what is below root and Python's own files, and write temporary ones,
+    none of them endlessly. Other files, other programs and the network are refused: PermissionError."""
     realpath, is_path, write_flags = os.path.realpath, (str, bytes), os.O_WRONLY | os.O_RDWR | os.O_CREAT
     writable = [realpath(tempfile.gettempdir()), "/dev"]
     python = [sys.prefix, sys.base_prefix, Path(torch.__file__).parents[1]]
@@ -42,4 +45,5 @@ def install(root):
                 if not any(f"{path}/".startswith(f"{folder}/") for folder in folders):
                     raise PermissionError(f"not in a graded program: {event} {path}")
 
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_BYTES, MAX_BYTES))
     sys.addaudithook(check)
