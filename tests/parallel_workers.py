@@ -102,15 +102,15 @@ def call_axes(folder, sizes, timeout, calls):
     return error, time.monotonic() - start
 
 
-def kill_one_rank(folder, argv, nproc, scratch):
-    """Starts an endless torchrun job, kills -9 its last rank in mid-run. Returns (the job's exit status, its
-    output, seconds it took to end, the ranks that are still there)."""
+def kill_one_rank(folder, argv, nproc, scratch, options=()):
+    """Starts a torchrun job, endless unless argv has --steps, kills -9 its last rank in mid-run. Returns (the
+    job's exit status, its output, seconds it took to end, the ranks that are still there)."""
     metrics, log = Path(scratch, "metrics.jsonl"), Path(scratch, "output")
     with open(log, "w") as output:
         job = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(nproc), "--rdzv-backend",
-             "c10d", "--rdzv-endpoint", "localhost:0", Path(folder, "train.py"), "--use_cpu", "--steps",
-             "1000000", "--metrics_file", metrics, *map(str, argv)],
+            [sys.executable, "-m", "torch.distributed.run", *map(str, options), "--nproc_per_node",
+             str(nproc), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+             Path(folder, "train.py"), "--use_cpu", "--steps", "1000000", "--metrics_file", metrics, *map(str, argv)],
             stdout=output, stderr=output, start_new_session=True)
     try:
         deadline = time.monotonic() + 120

@@ -5,9 +5,11 @@ A later step joins with lines in LAYOUTS.
 
 import json
 import math
+import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import launch
@@ -38,6 +40,7 @@ class Layout:
     steps: int = 10  # training steps
     seed: int = 0  # of weights and data
     real: bool = False  # by torchrun, in place of warm processes
+    before: str = ""  # "pp2 tp2": the first half ran in this layout, and a checkpoint takes it on to this one
 
     @property
     def axes(self):
@@ -60,7 +63,8 @@ class Layout:
         sizes = "".join(f"{name}{size}" for name, size in self.axes.items() if size > 1)
         parts = [self.step, sizes or "single", f"mbs{self.mbs}" if self.nproc == 1 and self.tolerance else "",
                  self.flags.split()[-1] if self.flags else "", self.dtype if self.dtype != "float64" else "",
-                 "tied" if self.tied else "", "torchrun" if self.real else ""]
+                 "tied" if self.tied else "", "torchrun" if self.real else "",
+                 f"after-{self.before.replace(' ', '')}" if self.before else ""]
         return "-".join(part for part in parts if part)
 
 
@@ -117,14 +121,26 @@ LAYOUTS = [
     Layout("step06", dp=2, cp=2, mbs=2),
     Layout("step06", pp=2, cp=2),
     Layout("step06", cp=2, tp=2),
-    Layout("step06", dp=2, pp=2, tp=2, mbs=1),
-    Layout("step06", dp=2, pp=2, cp=2, mbs=2),
-    Layout("step06", dp=2, cp=2, tp=2, mbs=2),
-    Layout("step06", pp=2, cp=2, tp=2),
-    Layout("step06", dp=2, pp=2, cp=2, tp=2, mbs=2),
     Layout("step06", pp=2, cp=2, tied=True),
     Layout("step06", cp=2, tp=2, dtype="float32"),
     Layout("step06", cp=2, real=True),
+
+    *(Layout("step07", dp, pp, cp, tp, mbs=2 if dp > 1 else 3)
+      for dp, pp, cp, tp in product((1, 2), repeat=4)),
+    Layout("step07", dp=2, pp=2, cp=2, tp=2, mbs=2, tied=True, steps=5),
+    Layout("step07", dp=2, pp=2, cp=2, tp=2, mbs=2, dtype="float32", steps=5),
+    Layout("step07", dp=3, pp=3, mbs=1),
+    Layout("step07", dp=2, pp=2, tp=2, mbs=1, flags="--pp_engine afab"),
+    Layout("step07", dp=2, tp=2, mbs=2, real=True),
+    *(Layout("step07", before=before, steps=6, **layout) for before, layout in (
+        ("pp1", dict()),
+        ("pp2 tp2", dict(dp=4)),
+        ("cp2", dict(tp=2)),
+        ("dp2 cp2", dict(pp=4)),
+        ("tp4", dict(pp=2, cp=2, tied=True)),
+        ("pp3", dict(dp=2, tp=2, mbs=2, tied=True)),
+        ("dp2 pp2 tp2", dict(tp=3)),
+        ("dp3", dict(dp=2, pp=2, cp=2, tp=2, mbs=2)))),
 ]
 
 
@@ -160,6 +176,8 @@ def arguments(layout):
 
 def run_layout(folder, layout, timeout=120):
     """Runs the step in this folder. Returns a launch.Run, whichever way it ended."""
+    if layout.before:
+        return run_both_halves(folder, layout, timeout)
     if not layout.real:
         return launch.train(folder, *arguments(layout), nproc=layout.nproc, timeout=timeout)
     with tempfile.TemporaryDirectory() as scratch:
@@ -168,6 +186,23 @@ def run_layout(folder, layout, timeout=120):
                               nproc=layout.nproc, timeout=timeout)
         run.metrics = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return run
+
+
+def run_both_halves(folder, layout, timeout):
+    """Runs the layout before with a checkpoint after half of the steps, and goes on from there in this one."""
+    axes = {part[:2]: int(part[2:]) for part in layout.before.split()}
+    half = layout.steps // 2
+    with tempfile.TemporaryDirectory() as scratch:
+        flags = f"{layout.flags} --save_dir {scratch} --save_every {half}"
+        single = dict(dp=1, pp=1, cp=1, tp=1, mbs=1 if "dp" in axes else MICRO_BATCH_SIZE)
+        first = run_layout(folder, replace(layout, **{**single, **axes}, before="", flags=flags), timeout)
+        for checkpoint in sorted(Path(scratch).glob("step-*"))[1:]:
+            shutil.rmtree(checkpoint)
+        if any(first.statuses):
+            return first
+        second = run_layout(folder, replace(layout, before="", flags=f"{flags} --resume"), timeout)
+        second.metrics = first.metrics[:half] + second.metrics
+        return second
 
 
 def reference(layout):
