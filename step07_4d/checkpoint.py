@@ -111,8 +111,9 @@ class Checkpoints:
         except dcp.api.CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
             last = max(complete_checkpoints(self.args.save_dir), default="none")
-            raise OSError(f"the checkpoint of training step {step} can't be written to {partial}: {reason}; "
-                          f"the last complete one: {last}")
+            free = shutil.disk_usage(self.args.save_dir).free
+            raise OSError(f"the checkpoint of training step {step} can't be written to {partial}, where "
+                          f"{free:,} bytes are free: {reason}; the last complete one: {last}")
         if self.world.rank == 0:
             run = {"step": step, **{name: getattr(self.args, name) for name in DATA_FLAGS}}
             (partial / "run.json").write_text(json.dumps(run, indent=2))

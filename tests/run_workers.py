@@ -32,7 +32,7 @@ def die_in_save(folder, argv, victim, moment, call):
         return original(*args, **kwargs)
 
     setattr(owner, name, dying)
-    run(folder, argv)
+    run_main(folder, argv)
 
 
 def full_disk(folder, argv, victim, call):
@@ -47,13 +47,18 @@ def full_disk(folder, argv, victim, call):
         return original(*args, **kwargs)
 
     FileSystemWriter.write_data = write_data
-    run(folder, argv)
+    run_main(folder, argv)
 
 
 def run(folder, argv):
     sys.path.insert(0, str(folder))
     import train
     return train.main(list(map(str, argv)))
+
+
+def run_main(folder, argv):
+    """Runs train.py for what it prints and writes."""
+    run(folder, argv)
 
 
 def peak_bytes(folder, argv):

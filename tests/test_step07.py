@@ -105,7 +105,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(folder, tmp_path, victim):
     run = launch.fork(workers.full_disk, folder, [*argv, "--use_cpu"], victim, 3, nproc=2)
     line = error_of(run)
     assert run.statuses[0] == 2 and "training step 3" in line and "last complete one: 2" in line
-    assert "File too large" in line or "writing" in line, line
+    assert re.search(r"step-00000003.partial, where [\d,]+ bytes are free: \S", line)
     resumed = launch.train(folder, *argv, "--resume", nproc=2).check()
     assert resumed.series("step") == [3, 4]
 
@@ -158,10 +158,10 @@ def test_metrics_go_on_in_the_same_file(folder, tmp_path):
     """Rows behind the checkpoint, of steps that are trained again, give way to the new ones."""
     file = tmp_path / "metrics.jsonl"
     argv = [*SMALL, "--save_dir", tmp_path / "saved", "--save_every", 2, "--use_cpu", "--metrics_file", file]
-    launch.fork(workers.run, folder, [*argv, "--steps", 4]).check()
+    launch.fork(workers.run_main, folder, [*argv, "--steps", 4]).check()
     whole = file.read_text()
     shutil.rmtree(tmp_path / "saved" / "step-00000004")
-    launch.fork(workers.run, folder, [*argv, "--steps", 4, "--resume"]).check()
+    launch.fork(workers.run_main, folder, [*argv, "--steps", 4, "--resume"]).check()
 
     def rows(text):
         return [re.findall('"(step|loss|grad_norm|tokens)": ([^,]*),', line) for line in text.splitlines()]
@@ -291,7 +291,7 @@ def test_a_plan_is_what_a_run_uses(folder, step07, nproc, layout):
     (2, ["--cp", 2], 0.01),
     (2, ["--dp", 2], 0.01),
     (1, ["--dtype", "bfloat16"], 0.01),
-    (2, ["--tp", 2], 0.03),  # collectives hold on to tensors in threads of their own
+    (2, ["--tp", 2], 0.1),  # collectives hold on to tensors in threads of their own
     (4, ["--tp", 2, "--pp", 2, "--dtype", "bfloat16", "--grad_acc_steps", 3], 0.1),
 ])
 def test_a_plan_has_the_memory_of_a_run(folder, step07, tmp_path, monkeypatch, nproc, layout, tolerance):
@@ -312,7 +312,7 @@ def test_dry_run_of_405b(folder):
     """No processes, no weights: the largest model in a minute, on any machine."""
     argv = ["--dry_run", "--model_name", "meta-llama/Llama-3.1-405B", "--tp", 8, "--cp", 1, "--pp", 16, "--dp", 128,
             "--seq_len", 8192, "--mbs", 1, "--grad_acc_steps", 16, "--dtype", "bfloat16"]
-    run = launch.train(folder, *argv, timeout=120).check()
+    run = launch.fork(workers.run_main, folder, argv, timeout=120).check()
     rows = dict(re.findall(r"^(\S.*?)  +(\S.*)$", run.output, re.MULTILINE))
     assert rows["layers"].split("  ")[0] == "0 ... 7" and rows["layers"].endswith("119 ... 125")
     # 126 layers over 16 stages are 8 or 7; each is cut in 8, but for its two norms.
