@@ -35,6 +35,7 @@ state() {{ echo "$1 $SLURM_JOB_ID" > "$folder/status.txt"; }}
 trap 'state timeout; kill "$run"; wait "$run"; exit 124' USR1
 
 state running
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # after a restart, no addresses of processes that are gone
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
 srun torchrun --nnodes "$SLURM_NNODES" --nproc_per_node {nproc_per_node} --max-restarts 3 \
