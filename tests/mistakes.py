@@ -371,8 +371,42 @@ STEP06 = Layout("step06", cp=2), [
         FIRST_LOSS, "only the loss that is printed is wrong"),
 ]
 
+# The first half of the run in one layout, a checkpoint, the second half in another.
+STEP07 = Layout("step07", before="cp2", tp=2, steps=6), [
+    Mistake(
+        "a checkpoint without the optimizer's moments", "checkpoint.py",
+        '        state |= {f"{key}.{name}": tensor for key, tensor in moments.items()}\n',
+        "",
+        UPDATE),
+    Mistake(
+        "the optimizer counts its training steps anew", "checkpoint.py",
+        "for key, tensor in moments.items()}",
+        'for key, tensor in moments.items() if key != "step"}',
+        UPDATE),
+    Mistake(
+        "a checkpoint is read into copies of the weights", "checkpoint.py",
+        "        state[name] = parameter.detach()\n",
+        "        state[name] = parameter.detach().clone()\n",
+        UPDATE),
+    Mistake(
+        "the data starts anew", "train.py",
+        "first = (step - 1) * args.global_batch_size",
+        "first = (step - 1 - start) * args.global_batch_size",
+        UPDATE),
+    Mistake(
+        "the learning rate warms up anew", "train.py",
+        "lr = learning_rate(step, args)",
+        "lr = learning_rate(step - start, args)",
+        UPDATE),
+    Mistake(
+        "every process of tp stores its shard as the whole", "checkpoint.py",
+        "    if tp.size > 1:\n",
+        "    if tp.size < 0:\n",
+        ENDED, layout=Layout("step07", pp=2, cp=2, tied=True, before="tp4", steps=6)),
+]
+
 MISTAKES = {}
-for layout, mistakes in (STEP01, STEP02, STEP03, STEP04, STEP05, STEP06):
+for layout, mistakes in (STEP01, STEP02, STEP03, STEP04, STEP05, STEP06, STEP07):
     for mistake in mistakes:
         key = f"{layout.step}-{mistake.name.replace(' ', '-')}"
         assert key not in MISTAKES

@@ -79,26 +79,26 @@ def test_configurations_as_picotron_has_them(program, step07, tmp_path):
 
 def test_a_configuration_is_its_flags(program, step07, tmp_path):
     """Every flag of train.py, with a value that isn't its default, comes back from the file."""
-    given = {}
+    shape = {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "vocab_size": 512}
+    values = {**shape, "seq_len": 64, "global_batch_size": 64, "total_train_steps": 7, "dtype": "float64",
+              "pp_engine": "afab"}
+    others = ("help", "load_hf", "use_wandb", "tensorboard_dir", "grad_acc_steps", "device", "model_name")
+    argv, names = [], []
     for action in step07.arguments.create_parser()._actions:
-        flag = action.option_strings[-1]
-        if action.dest in ("help", "load_hf", "use_wandb", "tensorboard_dir", "grad_acc_steps", "device",
-                           "model_name"):
+        if action.dest in others:
             continue
-        values = {"vocab_size": 512, "num_attention_heads": 16, "num_key_value_heads": 8, "total_train_steps": 7,
-                  "hidden_size": 64, "seq_len": 64, "num_hidden_layers": 8, "intermediate_size": 96, "global_batch_size": 64, "dtype": "float64"}
-        value = values.get(action.dest) or (
-            None if action.nargs == 0 else action.choices[0] if action.choices else
-            f"{tmp_path}/{action.dest}" if action.type is None else 4)
-        given[action.dest] = value
-        given[action.dest, "argv"] = [flag] if value is None else [flag, str(value)]
-    argv = [word for name, words in given.items() if isinstance(name, tuple) for word in words]
+        names.append(action.dest)
+        argv.append(action.option_strings[-1])
+        if action.nargs != 0:
+            path = f"{tmp_path}/{action.dest}"
+            argv.append(str(values.get(action.dest, path if action.type is None else 4)))
     program("create_config", "--exp_name", "all", *argv, "--use_cpu").check()
-    direct, shape = step07.arguments.parse_args([*argv, "--use_cpu", "--dry_run"])
-    found, same_shape = step07.arguments.parse_args(["--config", f"{tmp_path}/tmp/all/config.json", "--dry_run"])
+    direct, config = step07.arguments.parse_args([*argv, "--use_cpu", "--dry_run"])
+    found, same_config = step07.arguments.parse_args(["--config", f"{tmp_path}/tmp/all/config.json", "--dry_run"])
     assert vars(found) == {**vars(direct), "config": f"{tmp_path}/tmp/all/config.json"}
-    assert shape == same_shape
-    for name in [name for name in given if isinstance(name, str)]:
+    assert config == same_config
+    for name in names:
         default = step07.arguments.create_parser().get_default(name)
         assert getattr(found, name) != default, f"the test gives {name} its default"
 
@@ -134,7 +134,9 @@ def test_what_train_would_refuse_is_refused_at_once(program, tmp_path, argv, nam
     assert not (tmp_path / "tmp").exists()
 
 
-@pytest.mark.parametrize("text, named", [("[", "config.json"), ('{"lr": 1}', "--lr=1"), ('{"seq_len": "x"}', "seq_len")])
+@pytest.mark.parametrize("text, named", [
+    ("[", "config.json"), ('{"lr": 1}', "--lr=1"), ('{"seq_len": "x"}', "seq_len"),
+])
 def test_a_broken_configuration(program, tmp_path, text, named):
     (tmp_path / "config.json").write_text(text)
     run = program("train", "--config", "config.json")
