@@ -1,6 +1,6 @@
 # make train   installs everything into .venv and trains
 # make test    installs everything into .venv and runs the tests
-# PYTHON is the interpreter that makes .venv: Python 3.11 or newer.
+# PYTHON is the interpreter that makes .venv: Python 3.11 or newer. EXTRAS=[tensorboard] installs that too.
 
 PYTHON ?= python3
 
@@ -12,7 +12,7 @@ test: .venv/installed
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --editable .
+	.venv/bin/python -m pip install --quiet --editable ".$(EXTRAS)"
 	touch $@
 
 .PHONY: train test

@@ -50,7 +50,7 @@ def newest_checkpoint(args, config):
 
 
 def starting_weights(model, args, step, tp):
-    """Returns the stream of (name, this process's shard) that a run has before it loads a checkpoint, if any."""
+    """Returns the stream of (name, this process's shard) that a run has until it loads a checkpoint."""
     if step:  # only the shapes count
         return shard(((name, torch.empty(weight.shape)) for name, weight in model.named_parameters()), tp)
     if args.load_hf:

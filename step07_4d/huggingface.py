@@ -3,7 +3,6 @@
 Weights lie in safetensors files, which can be read slice by slice: no process reads more than its own share.
 """
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path

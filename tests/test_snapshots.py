@@ -13,9 +13,13 @@ from steps import STEPS, changes, folders, sources
 
 SAME_IN_ALL = ["model.py", "data.py", "config.py"]
 MAX_LINE, MAX_FILE, MAX_CHANGED_IN_TRAIN = 110, 200, 50
-# Changed lines against the step before: (the design's aim, what is allowed today).
+# Changed lines against the step before: (the design's aim, what is allowed today). What step 7 puts around the
+# trainer, files of their own, counts apart.
 BUDGETS = {"step02": (200, 210), "step03": (200, 205), "step04": (200, 215), "step05": (30, 30),
-           "step06": (200, 205), "step07": (200, 225)}
+           "step06": (200, 205), "step07": (200, 160)}
+AROUND_THE_TRAINER = {"checkpoint.py", "create_config.py", "export_hf.py", "huggingface.py", "plan.py",
+                      "submit_slurm_jobs.py"}
+MAX_AROUND = 600
 
 
 def pytest_generate_tests(metafunc):
@@ -35,6 +39,8 @@ def test_the_model_knows_nothing_of_how_it_is_spread(pair):
 
 def test_a_step_changes_few_lines(pair):
     changed = changes(*pair)
+    around = {name: changed.pop(name) for name in AROUND_THE_TRAINER & changed.keys()}
+    assert sum(around.values()) <= MAX_AROUND, around
     aim, limit = BUDGETS[pair[1].name[:6]]
     print(f"{pair[1].name}: {sum(changed.values())} changed lines (aim {aim}), {changed}")
     assert sum(changed.values()) <= limit, changed
