@@ -21,7 +21,7 @@ def main(argv=None):
     parser.add_argument("--out_dir", default="tmp", help="the folder of experiments")
     parser.add_argument("--exp_name", required=True, help="the experiment's folder in it")
     parser.add_argument("--force", action="store_true", help="replace a config.json that is there")
-    parser.add_argument("--hf_token", help="for a model on the hub; never written to a file, HF_TOKEN does as well")
+    parser.add_argument("--hf_token", help="for a model on the hub; never written to a file")
     flags = vars(parser.parse_args(argv))
     own = {name: flags.pop(name) for name in OWN_FLAGS}
     flags = {name: value for name, value in flags.items() if value is not None and value is not False}
@@ -38,8 +38,8 @@ def main(argv=None):
             json.dump({**flags, "dp_size": args.dp_size}, file, indent=2)
         os.replace(path + ".partial", path)
     nproc = args.dp_size * args.pp_size * args.cp_size * args.tp_size
-    print(f"{path}: {args.model_name}, {config.num_hidden_layers} layers; dp {args.dp_size} x pp {args.pp_size} "
-          f"x cp {args.cp_size} x tp {args.tp_size} = {nproc} processes; a training step has "
+    print(f"{path}: {args.model_name}, {config.num_hidden_layers} layers; "
+          f"dp {args.dp_size} x pp {args.pp_size} x cp {args.cp_size} x tp {args.tp_size} = {nproc} processes; a training step has "
           f"{args.global_batch_size} sequences of {args.seq_len} tokens")
     print(f"torchrun --nproc_per_node {nproc} train.py --config {path}")
 
