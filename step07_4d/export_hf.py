@@ -64,7 +64,8 @@ def main(argv=None):
     print(f"{args.out}: {sum(weight.numel() for weight in weights.values()):,} parameters in {args.dtype}")
     if args.prompt:
         from transformers import AutoModelForCausalLM
-        model, inputs = AutoModelForCausalLM.from_pretrained(args.out), tokenizer(args.prompt, return_tensors="pt")
+        model = AutoModelForCausalLM.from_pretrained(args.out)
+        inputs = tokenizer(args.prompt, return_tensors="pt")
         torch.manual_seed(0)
         print(tokenizer.decode(model.generate(**inputs, do_sample=True, max_new_tokens=200)[0]))
 

@@ -14,15 +14,15 @@ from tensor_parallel import shard_dim
 
 
 def find_folder(name):
-    """Returns the folder of a model: name itself, or where the hub's files of that name are. Raises OSError."""
+    """Returns the folder of a model: name itself, or where the hub's files are. Raises OSError."""
     if os.path.isdir(name):
         return name
     from huggingface_hub import snapshot_download
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
     except (OSError, ValueError) as error:
-        raise OSError(f"--load_hf {name} is no folder here and can't be had from the hub; without network use "
-                      f"a folder that save_pretrained wrote ({type(error).__name__})")
+        raise OSError(f"--load_hf {name} is no folder here and can't be had from the hub; without network "
+                      f"use a folder that save_pretrained wrote ({type(error).__name__})")
 
 
 def open_weights(folder):
@@ -54,7 +54,7 @@ def check_shapes(config, folder, shapes):
 
 
 def hf_weights(model, folder, tp):
-    """Yields (name, this process's shard), read from the folder's files, for the weights that the model has."""
+    """Yields (name, this process's shard), read from the folder, for the weights that the model has."""
     files = open_weights(folder)
     for name, parameter in model.named_parameters():
         weight, dim = files[name].get_slice(name), shard_dim(name)

@@ -76,7 +76,7 @@ class Metrics:
 
 
 def open_rows(path, last_step):
-    """Opens a file of metrics to write on behind the row of last_step; later ones are of a run that was cut."""
+    """Opens a file of metrics to write on behind the row of last_step; later ones are dropped."""
     with open(path) as file:
         rows = [line for line in file if last_step and json.loads(line)["step"] <= last_step]
     file = open(path, "w")

@@ -23,7 +23,7 @@ from tensor_parallel import shard, tensor_parallel
 
 
 class SilentAxis(Axis):
-    """An axis on which nobody answers. It counts what this process hands over: {(axis, what): [calls, bytes]}."""
+    """An axis on which nobody answers. It counts what is handed over: {(axis, what): [calls, bytes]}."""
 
     def __init__(self, name, rank, size, counts):
         super().__init__(rank, size)

@@ -46,7 +46,7 @@ wait "$run"
 code=$?
 if [ $code -eq 0 ]; then
     state done
-elif [ $code -eq 137 ] || grep -qiE "out of memory|OutOfMemoryError|oom.kill" "$folder/log_$SLURM_JOB_ID.txt"; then
+elif [ $code -eq 137 ] || grep -qiE "out of memory|outofmemory|oom.kill" "$folder/log_$SLURM_JOB_ID.txt"; then
     state oom
 else
     state failed
