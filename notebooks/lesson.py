@@ -200,6 +200,49 @@ class Trace:
         return [time - window.start for time, _ in inside], [size - inside[0][1] for _, size in inside]
 
 
+# Schedules of a pipeline
+
+def timetable(schedule, num_stages, num_micro_batches, forward=1, backward=2):
+    """Returns each stage's spans as they would be if sending took no time.
+
+    schedule: a function like those in pipeline_parallel.SCHEDULES. forward, backward: how long these last.
+    Raises ValueError if the stages wait for one another in a circle.
+    """
+    orders = [schedule(stage, num_stages, num_micro_batches) for stage in range(num_stages)]
+    lanes, end, progress = [[] for _ in orders], {}, True
+    while progress:
+        progress = False
+        for stage, (order, lane) in enumerate(zip(orders, lanes)):
+            while len(lane) < len(order):
+                action, i = order[len(lane)]
+                source = stage + (-1 if action == "forward" else 1)
+                if 0 <= source < num_stages and (action, i, source) not in end:
+                    break
+                start = max(end.get((action, i, source), 0), lane[-1].end if lane else 0)
+                lane.append(Span(f"{action} {i}", start, forward if action == "forward" else backward))
+                end[action, i, stage] = lane[-1].end
+                progress = True
+    if any(len(lane) < len(order) for order, lane in zip(orders, lanes)):
+        raise ValueError("the stages wait for one another in a circle")
+    return lanes
+
+
+def idle_share(lanes):
+    """The part of the time, over all lanes, in which no span runs, from the first start to the last end."""
+    spans = [span for lane in lanes for span in lane]
+    seconds = max(span.end for span in spans) - min(span.start for span in spans)
+    return 1 - sum(span.seconds for span in spans) / (seconds * len(lanes))
+
+
+def most_in_flight(order):
+    """The most micro-batches of which forward has begun and backward hasn't ended, over one stage's order."""
+    alive = most = 0
+    for action, _ in order:
+        alive += 1 if action == "forward" else -1
+        most = max(most, alive)
+    return most
+
+
 # Showing what a step changes
 
 class Changes:

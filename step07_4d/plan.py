@@ -84,7 +84,8 @@ def plan_stage(args, config, stage):
     counts = {}
     mesh = SimpleNamespace(**{name: SilentAxis(label, rank, size, counts) for name, label, rank, size in (
         ("dp_cp", "dp x cp", 0, args.dp_size * args.cp_size), ("pp", "pp", stage, args.pp_size),
-        ("pp_back", "pp", stage, args.pp_size), ("cp", "cp", 0, args.cp_size), ("tp", "tp", 0, args.tp_size))})
+        ("pp_back", "pp", stage, args.pp_size), ("cp", "cp", 0, args.cp_size),
+        ("tp", "tp", 0, args.tp_size))})
     with torch.device("meta"):
         model = Llama(config)
     tensor_parallel(model, mesh.tp)

@@ -61,8 +61,8 @@ def write_script(folder, args):
     nproc = config["dp_size"] * config["pp_size"] * config["cp_size"] * config["tp_size"]
     nproc_per_node = min(nproc, args.nproc_per_node)
     if nproc % nproc_per_node:
-        raise ValueError(f"{folder}: {nproc} processes can't be spread evenly over nodes of {nproc_per_node}: "
-                         f"use another --nproc_per_node")
+        raise ValueError(f"{folder}: {nproc} processes can't be spread evenly over nodes of "
+                         f"{nproc_per_node}: use another --nproc_per_node")
     resources = {"cpus-per-task" if config["device"] == "cpu" else "gpus-per-node": nproc_per_node,
                  "qos": args.qos, "partition": args.partition, "account": args.account}
     flags = ["--resume"]
@@ -84,7 +84,7 @@ def main(argv=None):
     for name in ("qos", "partition", "account"):
         add(f"--{name}", help="passed on to Slurm")
     add("--only", choices=STATES, help="submit again the experiments that have this state")
-    add("--hf_token", help="HF_TOKEN in the job's environment, for data from the hub; never written to a file")
+    add("--hf_token", help="HF_TOKEN in the job's environment; never written to a file")
     add("--dry_run", action="store_true", help="print the scripts and submit nothing")
     args = parser.parse_args(argv)
     environment = {**os.environ, **({"HF_TOKEN": args.hf_token} if args.hf_token else {})}

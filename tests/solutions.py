@@ -48,4 +48,53 @@ def culprit():
     return "step02-no-all-reduce"
 """},
     },
+    "04_pipeline_afab": {
+        1: {True: """
+def micro_batches_needed(num_stages, share):
+    least = (num_stages - 1) * (1 - share) / share
+    return max(1, int(-(-least // 1)))
+""", False: """
+def micro_batches_needed(num_stages, share):
+    return max(1, int((num_stages - 1) / share))
+"""},
+        2: {True: """
+def training_step_time(forward_times, num_micro_batches):
+    return 3 * (sum(forward_times) + (num_micro_batches - 1) * max(forward_times))
+""", False: """
+def training_step_time(forward_times, num_micro_batches):
+    return 3 * (num_micro_batches + len(forward_times) - 1) * max(forward_times)
+"""},
+        3: {True: """
+def sum_tied_gradient(model, pp, pp_back):
+    last = pp.size - 1
+    if model.config.tie_word_embeddings and last > 0 and pp.rank in (0, last):
+        grad = model.model.embed_tokens.weight.grad
+        theirs = torch.empty_like(grad)
+        if pp.rank == 0:
+            works = pp.start_send(grad, last), pp_back.start_receive(theirs, last)
+        else:
+            works = pp_back.start_send(grad, 0), pp.start_receive(theirs, 0)
+        for work in works:
+            work.wait()
+        grad += theirs
+""", False: """
+def sum_tied_gradient(model, pp, pp_back):
+    last = pp.size - 1
+    if model.config.tie_word_embeddings and last > 0 and pp.rank in (0, last):
+        grad = model.model.embed_tokens.weight.grad
+        if pp.rank == last:
+            pp_back.start_send(grad, 0).wait()
+        else:
+            theirs = torch.empty_like(grad)
+            pp_back.start_receive(theirs, last).wait()
+            grad += theirs
+"""},
+        4: {True: """
+def culprit():
+    return "step04-every-stage-clips-by-its-own-norm"
+""", False: """
+def culprit():
+    return "step04-gradients-go-to-the-wrong-micro-batch"
+"""},
+    },
 }

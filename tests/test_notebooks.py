@@ -137,6 +137,21 @@ def test_check_of_an_empty_answer(capsys):
     assert capsys.readouterr().out == "not solved yet\n"
 
 
+def test_the_timetable_of_a_schedule():
+    """Two stages, two micro-batches, all forward and all backward: 3 of 9 units idle on either stage."""
+    def afab(stage, num_stages, num_micro_batches):
+        return [(action, i) for action in ("forward", "backward") for i in range(num_micro_batches)]
+
+    lanes = lesson.timetable(afab, 2, 2)
+    assert [[(span.name, span.start, span.end) for span in lane] for lane in lanes] == [
+        [("forward 0", 0, 1), ("forward 1", 1, 2), ("backward 0", 5, 7), ("backward 1", 7, 9)],
+        [("forward 0", 1, 2), ("forward 1", 2, 3), ("backward 0", 3, 5), ("backward 1", 5, 7)]]
+    assert lesson.idle_share(lanes) == pytest.approx(1 / 3)
+    assert lesson.most_in_flight(afab(0, 2, 2)) == 2
+    with pytest.raises(ValueError, match="circle"):
+        lesson.timetable(lambda stage, *sizes: afab(stage, *sizes)[::1 if stage else -1], 2, 2)
+
+
 def event(name, start, duration, **args):
     return {"cat": "user_annotation", "name": name, "ts": start * 1e3, "dur": duration * 1e3, "args": args}
 
