@@ -40,7 +40,8 @@ def main(argv=None):
     nproc = args.dp_size * args.pp_size * args.cp_size * args.tp_size
     print(f"{path}: {args.model_name}, {config.num_hidden_layers} layers; "
           f"dp {args.dp_size} x pp {args.pp_size} x cp {args.cp_size} x tp {args.tp_size} "
-          f"= {nproc} processes; a training step has {args.global_batch_size} sequences of {args.seq_len} tokens")
+          f"= {nproc} processes; a training step has "
+          f"{args.global_batch_size} sequences of {args.seq_len} tokens")
     print(f"torchrun --nproc_per_node {nproc} train.py --config {path}")
 
 
