@@ -1,8 +1,8 @@
 """Keeps the Python code of a graded program from reading the solution and from reaching out of its process.
 
 An audit hook (PEP 578) sees every file that Python opens and every program that it starts, and can't be
-removed. It is no sandbox: code that calls C functions by hand gets round it. Where that is to be feared, grade
-in a container that has no solution.
+removed. It is no sandbox: code that calls C functions by hand gets round it. Where that is to be feared,
+grade in a container that has no solution.
 """
 
 import os

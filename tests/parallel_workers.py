@@ -110,7 +110,8 @@ def kill_one_rank(folder, argv, nproc, scratch, options=()):
         job = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *map(str, options), "--nproc_per_node",
              str(nproc), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-             Path(folder, "train.py"), "--use_cpu", "--steps", "1000000", "--metrics_file", metrics, *map(str, argv)],
+             Path(folder, "train.py"), "--use_cpu", "--steps", "1000000",
+             "--metrics_file", metrics, *map(str, argv)],
             stdout=output, stderr=output, start_new_session=True)
     try:
         deadline = time.monotonic() + 120

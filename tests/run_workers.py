@@ -73,7 +73,7 @@ def peak_bytes(folder, argv):
 
 
 def usage(folder, argv):
-    """Runs train.py. Returns this process's parameters, and {(axis, what): [calls, bytes]} without scalars."""
+    """Runs train.py. Returns (number of parameters, {(axis, what): [calls, bytes]} but scalars, place)."""
     sys.path.insert(0, str(folder))
     import mesh
     import train
@@ -106,7 +106,7 @@ def usage(folder, argv):
 
 
 def read_shards(folder, argv):
-    """Runs train.py with --load_hf. Returns how many numbers this process read from files, and how many it has."""
+    """Runs train.py with --load_hf. Returns how many numbers this process read, and how many it has."""
     sys.path.insert(0, str(folder))
     import huggingface
     read = []

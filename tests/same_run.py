@@ -189,7 +189,7 @@ def run_layout(folder, layout, timeout=120):
 
 
 def run_both_halves(folder, layout, timeout):
-    """Runs the layout before with a checkpoint after half of the steps, and goes on from there in this one."""
+    """Runs the layout before with a checkpoint halfway, and goes on from there in this one."""
     axes = {part[:2]: int(part[2:]) for part in layout.before.split()}
     half = layout.steps // 2
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,7 +1,7 @@
 """What test_tasks.py runs in processes of their own, around the functions that students write.
 
-A worker is called with the step's folder and a seed, which gives its inputs. It returns what the functions made
-of them, and compares nothing: test_tasks.py does, out of reach of the program that it judges.
+A worker is called with the step's folder and a seed, which gives its inputs. It returns what the functions
+made of them, and compares nothing: test_tasks.py does, out of reach of the program that it judges.
 """
 
 import os
@@ -144,7 +144,8 @@ def linears(folder, seed):
     given = linear_inputs(seed)
     step = launch.load(folder)
     tp = step.mesh.create_mesh({"dp": 1, "tp": size}, "cpu", TIMEOUT).tp
-    x, first, second = leaf(given["x"]), *(leaf(part(given[name], 0, rank, size)) for name in ("first", "second"))
+    x = leaf(given["x"])
+    first, second = (leaf(part(given[name], 0, rank, size)) for name in ("first", "second"))
     outputs = step.tensor_parallel.ColumnParallel.apply(tp, torch.float64, x, first, second)
     grads = [part(given[f"grad {name}"], -1, rank, size) for name in ("first", "second")]
     torch.autograd.backward(outputs, grads)
@@ -274,8 +275,8 @@ def zigzag(folder, seed):
         places = [module.zigzag_positions(SimpleNamespace(rank=rank, size=cp), LENGTH, "cpu").tolist()
                   for rank in range(cp)]
         views = [[module.visible(rank, owner, LENGTH) for owner in range(cp)] for rank in range(cp)]
-        results.append((places, [[(every[queries], every[keys], bool(causal)) for queries, keys, causal in row]
-                                 for row in views]))
+        results.append((places, [
+            [(every[queries], every[keys], bool(causal)) for queries, keys, causal in row] for row in views]))
     return results
 
 

@@ -13,8 +13,8 @@ from steps import STEPS, changes, folders, sources
 
 SAME_IN_ALL = ["model.py", "data.py", "config.py"]
 MAX_LINE, MAX_FILE, MAX_CHANGED_IN_TRAIN = 110, 200, 50
-# Changed lines against the step before: (the design's aim, what is allowed today). What step 7 puts around the
-# trainer, files of their own, counts apart.
+# Changed lines against the step before: (the design's aim, what is allowed today). What step 7 puts around
+# the trainer, files of their own, counts apart.
 BUDGETS = {"step02": (200, 210), "step03": (200, 205), "step04": (200, 215), "step05": (30, 30),
            "step06": (200, 205), "step07": (200, 160)}
 AROUND_THE_TRAINER = {"checkpoint.py", "create_config.py", "export_hf.py", "huggingface.py", "plan.py",

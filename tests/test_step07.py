@@ -10,8 +10,8 @@ import torch
 import launch
 
 FOLDER = "step07_4d"
-SMALL = ["--num_hidden_layers", 3, "--hidden_size", 32, "--num_attention_heads", 4, "--num_key_value_heads", 2,
-         "--intermediate_size", 48, "--seq_len", 16, "--warmup_steps", 2]
+SMALL = ["--num_hidden_layers", 3, "--hidden_size", 32, "--num_attention_heads", 4, "--num_key_value_heads",
+         2, "--intermediate_size", 48, "--seq_len", 16, "--warmup_steps", 2]
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens")
 
 
@@ -86,10 +86,11 @@ def test_keep_last(folder, tmp_path, keep_last, kept):
     (0, "before an old one is removed", 1, [4, 6]),
 ])
 def test_killed_in_the_middle_of_a_save(folder, tmp_path, victim, moment, call, kept):
-    """Complete checkpoints stay, what is incomplete isn't taken for one, and the run goes on to the same end."""
+    """Complete checkpoints stay, what is incomplete isn't taken for one, the run goes on to the same end."""
     options = [*SMALL, "--tp", 2, "--steps", 8]
     saving = ["--save_dir", tmp_path, "--save_every", 2, "--keep_last", 2]
-    run = launch.fork(workers.die_in_save, folder, [*options, *saving, "--use_cpu"], victim, moment, call, nproc=2)
+    run = launch.fork(workers.die_in_save, folder, [*options, *saving, "--use_cpu"], victim, moment, call,
+                      nproc=2)
     assert run.statuses[victim] == -9
     complete = [name for name in checkpoints(tmp_path) if not name.endswith(".partial")]
     assert complete == [f"step-{step:08}" for step in kept]
@@ -140,7 +141,10 @@ def test_what_does_not_fit_is_refused(folder, saved, argv, named):
 
 
 @pytest.mark.parametrize("argv, named", [
-    (["--resume"], ["--save_dir"]), (["--save_every", 2], ["--save_dir"]), (["--save_every", 0], ["1 or more"])])
+    (["--resume"], ["--save_dir"]),
+    (["--save_every", 2], ["--save_dir"]),
+    (["--save_every", 0], ["1 or more"]),
+])
 def test_flags_without_a_folder(folder, argv, named):
     run = launch.train(folder, *argv)
     assert run.statuses == [2] and all(text in error_of(run) for text in named), run.output
@@ -175,8 +179,8 @@ def hf_model(path, tied=False, dtype=torch.float32, max_shard_size="5GB"):
     import transformers
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        vocab_size=260, rms_norm_eps=1e-5, tie_word_embeddings=tied)).to(dtype)
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, vocab_size=260, rms_norm_eps=1e-5, tie_word_embeddings=tied)).to(dtype)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return model
 
@@ -254,7 +258,7 @@ def test_export_of_a_trained_checkpoint_of_any_layout(folder, saved, tmp_path):
         whole = parts[0] if shard_dim(name) is None else torch.cat(parts, shard_dim(name))
         assert torch.equal(weight, whole), name
     again = launch.command(launch.sys.executable, folder / "export_hf.py", *argv, timeout=120)
-    assert again.statuses == [2] and "exported" in error_of(again, "export_hf.py"), "an export is never overwritten"
+    assert again.statuses == [2] and "exported" in error_of(again, "export_hf.py")  # never overwritten
 
 
 # --dry_run
@@ -310,8 +314,8 @@ def test_a_plan_has_the_memory_of_a_run(folder, step07, tmp_path, monkeypatch, n
 
 def test_dry_run_of_405b(folder):
     """No processes, no weights: the largest model in a minute, on any machine."""
-    argv = ["--dry_run", "--model_name", "meta-llama/Llama-3.1-405B", "--tp", 8, "--cp", 1, "--pp", 16, "--dp", 128,
-            "--seq_len", 8192, "--mbs", 1, "--grad_acc_steps", 16, "--dtype", "bfloat16"]
+    argv = ["--dry_run", "--model_name", "meta-llama/Llama-3.1-405B", "--tp", 8, "--cp", 1, "--pp", 16,
+            "--dp", 128, "--seq_len", 8192, "--mbs", 1, "--grad_acc_steps", 16, "--dtype", "bfloat16"]
     run = launch.fork(workers.run_main, folder, argv, timeout=120).check()
     rows = dict(re.findall(r"^(\S.*?)  +(\S.*)$", run.output, re.MULTILINE))
     assert rows["layers"].split("  ")[0] == "0 ... 7" and rows["layers"].endswith("119 ... 125")
@@ -342,7 +346,10 @@ def test_the_picture_of_the_mesh_is_the_mesh(folder, step07):
 
 
 @pytest.mark.parametrize("argv, named", [
-    (["--tp", 3], ["--tp 3", "num_attention_heads"]), (["--pp", 5], ["--pp 5"]), (["--cp", 3], ["--seq_len"])])
+    (["--tp", 3], ["--tp 3", "num_attention_heads"]),
+    (["--pp", 5], ["--pp 5"]),
+    (["--cp", 3], ["--seq_len"]),
+])
 def test_a_plan_of_what_is_impossible(folder, argv, named):
     run = launch.train(folder, "--dry_run", *argv)
     assert run.statuses == [2] and all(text in error_of(run) for text in named), run.output

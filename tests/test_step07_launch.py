@@ -19,7 +19,8 @@ import launch
 
 TOKEN = "hf_secret"
 CPU_1B = ("--out_dir tmp --exp_name llama-1B-cpu --dp 2 --tp 2 --pp 2 --pp_engine 1f1b --model_name "
-          "HuggingFaceTB/SmolLM-1.7B --num_hidden_layers 5 --grad_acc_steps 2 --mbs 4 --seq_len 128 --use_cpu").split()
+          "HuggingFaceTB/SmolLM-1.7B --num_hidden_layers 5 --grad_acc_steps 2 --mbs 4 --seq_len 128 "
+          "--use_cpu").split()
 GPU_7B = ("--out_dir tmp --exp_name llama-7B --dp 4 --tp 2 --pp 2 --pp_engine 1f1b --model_name "
           f"meta-llama/Llama-2-7b-hf --grad_acc_steps 32 --mbs 4 --seq_len 1024 --hf_token {TOKEN}").split()
 
@@ -68,12 +69,15 @@ def test_configurations_as_picotron_has_them(program, step07, tmp_path):
     assert "torchrun --nproc_per_node 8 train.py --config tmp/llama-1B-cpu/config.json" in run.output
     args, config = step07.arguments.parse_args(["--config", str(path), "--dry_run"])
     assert (args.dp_size, args.tp_size, args.pp_size, args.cp_size) == (2, 2, 2, 1)
-    assert (args.grad_acc_steps, args.micro_batch_size, args.global_batch_size, args.seq_len) == (2, 4, 16, 128)
-    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size, args.device) == (5, 2048, 49152, "cpu")
+    assert (args.grad_acc_steps, args.micro_batch_size, args.global_batch_size) == (2, 4, 16)
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (5, 2048, 49152)
+    assert (args.seq_len, args.device) == (128, "cpu")
 
     program("create_config", *GPU_7B).check()
-    args, config = step07.arguments.parse_args(["--config", str(tmp_path / "tmp/llama-7B/config.json"), "--dry_run"])
-    assert (args.dp_size, args.global_batch_size, config.hidden_size, config.num_hidden_layers) == (4, 512, 4096, 32)
+    path = tmp_path / "tmp/llama-7B/config.json"
+    args, config = step07.arguments.parse_args(["--config", str(path), "--dry_run"])
+    assert (args.dp_size, args.global_batch_size) == (4, 512)
+    assert (config.hidden_size, config.num_hidden_layers) == (4096, 32)
     assert TOKEN not in words_in(tmp_path)
 
 
@@ -95,8 +99,9 @@ def test_a_configuration_is_its_flags(program, step07, tmp_path):
             argv.append(str(values.get(action.dest, path if action.type is None else 4)))
     program("create_config", "--exp_name", "all", *argv, "--use_cpu").check()
     direct, config = step07.arguments.parse_args([*argv, "--use_cpu", "--dry_run"])
-    found, same_config = step07.arguments.parse_args(["--config", f"{tmp_path}/tmp/all/config.json", "--dry_run"])
-    assert vars(found) == {**vars(direct), "config": f"{tmp_path}/tmp/all/config.json"}
+    path = f"{tmp_path}/tmp/all/config.json"
+    found, same_config = step07.arguments.parse_args(["--config", path, "--dry_run"])
+    assert vars(found) == {**vars(direct), "config": path}
     assert config == same_config
     for name in names:
         default = step07.arguments.create_parser().get_default(name)
@@ -158,7 +163,8 @@ if os.environ.get("QUEUE") == "full":
     sys.exit()
 nodes = re.search("--nodes=(\\\\d+)", text)[1]
 log = re.search("--output=(.*)", text)[1].replace("%j", str(job))
-subprocess.Popen(["bash", script], stdout=open(log, "a"), stderr=subprocess.STDOUT, start_new_session=True, env={{
+log = open(log, "a")
+subprocess.Popen(["bash", script], stdout=log, stderr=log, start_new_session=True, env={{
     **os.environ, "SLURM_JOB_ID": str(job), "SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": "localhost"}})
 """
 # srun starts the command once on every node, here all on this machine.
@@ -180,7 +186,8 @@ def slurm(tmp_path):
     bin = tmp_path / "bin"
     bin.mkdir()
     for name, text in {
-        "sbatch": SBATCH.format(python=sys.executable), "srun": SRUN, "scontrol": "#!/bin/bash\necho localhost\n",
+        "sbatch": SBATCH.format(python=sys.executable), "srun": SRUN,
+        "scontrol": "#!/bin/bash\necho localhost\n",
         "torchrun": f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n',
     }.items():
         (bin / name).write_text(text)
@@ -297,9 +304,9 @@ def rows_of(path):
 
 
 def test_a_killed_rank_is_replaced_by_torchrun(folder, tmp_path, monkeypatch):
-    """--max-restarts: all start again from the last checkpoint, by themselves, and end as if nothing had been."""
-    argv = [*SMALL, "--tp", 2, "--steps", 30, "--save_every", 3, "--keep_last", 1, "--save_dir", tmp_path / "saved",
-            "--resume"]
+    """--max-restarts: all start again from the last checkpoint, and end as if nothing had been."""
+    argv = [*SMALL, "--tp", 2, "--steps", 30, "--save_every", 3, "--keep_last", 1, "--resume",
+            "--save_dir", tmp_path / "saved"]
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     status, output, _, left = parallel_workers.kill_one_rank(folder, argv, 2, tmp_path, ["--max-restarts", 1])
     assert status == 0 and not left, output
@@ -317,10 +324,10 @@ def test_a_killed_rank_ends_the_job(folder, tmp_path):
 
 
 def test_killed_at_any_moment(folder, tmp_path):
-    """All processes die again and again, wherever they are; the run goes on each time and ends as it should."""
+    """All processes die again and again, wherever they are; the run goes on and ends as it should."""
     metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "saved"
-    argv = [*SMALL, "--pp", 2, "--steps", 60, "--save_dir", saved, "--save_every", 1, "--keep_last", 2, "--resume",
-            "--metrics_file", metrics, "--use_cpu"]
+    argv = [*SMALL, "--pp", 2, "--steps", 60, "--save_dir", saved, "--save_every", 1, "--keep_last", 2,
+            "--resume", "--metrics_file", metrics, "--use_cpu"]
     kills, chance = 0, random.Random(time.time_ns())
     for _ in range(30):
         run = launch.fork(workers.run_main, folder, argv, nproc=2, timeout=chance.uniform(1, 3))
@@ -353,7 +360,8 @@ def test_wandb_gets_the_numbers(folder, tmp_path):
     assert rows == (tmp_path / "metrics.jsonl").read_text().splitlines()
 
 
-@pytest.mark.parametrize("flag, package", [(["--use_wandb"], "wandb"), (["--tensorboard_dir", "x"], "tensorboard")])
+@pytest.mark.parametrize("flag, package", [
+    (["--use_wandb"], "wandb"), (["--tensorboard_dir", "x"], "tensorboard")])
 def test_a_logger_that_is_not_installed(step07, monkeypatch, flag, package):
     monkeypatch.setattr(step07.arguments, "find_spec", lambda name: None if name == package else name)
     with pytest.raises(ValueError, match=f"{flag[0]} needs the package {package}: pip install {package}"):
@@ -362,7 +370,8 @@ def test_a_logger_that_is_not_installed(step07, monkeypatch, flag, package):
 
 def test_tensorboard_gets_the_numbers(folder, tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    argv = [*SMALL, "--save_dir", tmp_path / "saved", "--tensorboard_dir", tmp_path / "board", "--save_every", 2]
+    argv = [*SMALL, "--save_dir", tmp_path / "saved", "--save_every", 2,
+            "--tensorboard_dir", tmp_path / "board"]
     whole = launch.train(folder, *argv, "--steps", 4).check()
     shutil.rmtree(tmp_path / "saved/step-00000004")
     launch.train(folder, *argv, "--steps", 4, "--resume").check()

@@ -74,8 +74,8 @@ def kill(how, pid):
 def run_task(task, folder, seconds=SECONDS, options=(), environment=None):
     """Runs a task's tests with pytest. Returns a Result.
 
-    pytest stops at the first test that fails. The task passed if pytest ended well and reports as many tests as
-    the task names, all passed.
+    pytest stops at the first test that fails. The task passed if pytest ended well and reports as many tests
+    as the task names, all passed.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as private:

@@ -160,8 +160,8 @@ leave open stands here. The step before is there to compare with:
     git diff --no-index {before} {folder}
 
 Your {files} will be graded, with other seeds and
-with the teacher's copy of all other files. A program that reads other files, starts other programs or ends early
-gets no points for it.
+with the teacher's copy of all other files. A program that reads other files, starts other programs or ends
+early gets no points for it.
 """
 
 TASK_SHEET = """
@@ -186,8 +186,8 @@ runs the shared test: every layout against step 1, which is right. Where a run d
 which kind of mistake that points at. `python check.py 1` prints all of it.
 
 The points are yours if the shared test passes, with other seeds too, and your {folder}
-differs from the right program in {limit} lines or fewer (a changed line counts twice): change what is wrong and
-nothing else.
+differs from the right program in {limit} lines or fewer (a changed line counts twice): change what is wrong
+and nothing else.
 """
 
 
