@@ -48,6 +48,50 @@ def culprit():
     return "step02-no-all-reduce"
 """},
     },
+    "03_tensor_parallel": {
+        1: {True: """
+def bytes_sent(config, tokens, tp):
+    numbers = 2 * (2 * config.num_hidden_layers + 1) * tokens * config.hidden_size
+    return 2 * (tp - 1) * 4 * numbers // tp
+""", False: """
+def bytes_sent(config, tokens, tp):
+    numbers = 4 * config.num_hidden_layers * tokens * config.hidden_size
+    return 2 * (tp - 1) * 4 * numbers // tp
+"""},
+        2: {True: """
+def parameters_held(config, tp):
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    kv_size = config.num_key_value_heads * config.head_dim
+    layer = 2 * hidden * hidden + 2 * hidden * kv_size + 3 * hidden * config.intermediate_size
+    vocab = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    return (layers * layer + vocab) // tp + (2 * layers + 1) * hidden
+""", False: """
+def parameters_held(config, tp):
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    kv_size = config.num_key_value_heads * config.head_dim
+    layer = 2 * hidden * hidden + 2 * hidden * kv_size + 3 * hidden * config.intermediate_size
+    return (layers * (layer + 2 * hidden) + 2 * config.vocab_size * hidden + hidden) // tp
+"""},
+        3: {True: """
+def backward(ctx, *grads):
+    x, *weights = ctx.saved_tensors
+    grad_x = sum(grad @ weight for grad, weight in zip(grads, weights)).to(ctx.input_dtype)
+    ctx.tp.all_reduce(grad_x)
+    return None, None, grad_x, *(grad.flatten(0, 1).T @ x.flatten(0, 1) for grad in grads)
+""", False: """
+def backward(ctx, *grads):
+    x, *weights = ctx.saved_tensors
+    grad_x = sum(grad @ weight for grad, weight in zip(grads, weights)).to(ctx.input_dtype)
+    return None, None, grad_x, *(grad.flatten(0, 1).T @ x.flatten(0, 1) for grad in grads)
+"""},
+        4: {True: """
+def culprit():
+    return "step03-the-norm-is-that-of-one-process's-shards"
+""", False: """
+def culprit():
+    return "step03-weights-that-all-have-whole-are-counted-tp-times-in-the-norm"
+"""},
+    },
     "04_pipeline_afab": {
         1: {True: """
 def micro_batches_needed(num_stages, share):
