@@ -24,7 +24,8 @@ MAX_BYTES = 2**28  # of a file
 def install(root):
     """From now on this process may read what is below root and Python's own files, and write temporary ones,
     none of them endlessly. Other files, other programs and the network are refused: PermissionError."""
-    realpath, is_path, write_flags = os.path.realpath, (str, bytes), os.O_WRONLY | os.O_RDWR | os.O_CREAT
+    realpath, readlink, is_path = os.path.realpath, os.readlink, (str, bytes)
+    write_flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT
     writable = [realpath(tempfile.gettempdir()), "/dev"]
     python = [sys.prefix, sys.base_prefix, Path(torch.__file__).parents[1]]
     readable = [*writable, *map(realpath, [root, *python])]
@@ -39,6 +40,8 @@ def install(root):
         else:
             return
         folders = writable if writes else readable
+        if event in ("os.remove", "os.rmdir") and arguments[1] != -1:  # as shutil.rmtree does it
+            paths = [os.path.join(readlink(f"/proc/self/fd/{arguments[1]}"), os.fsdecode(paths[0]))]
         for path in paths:
             if isinstance(path, is_path):
                 path = realpath(os.fsdecode(path))

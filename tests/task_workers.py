@@ -4,8 +4,11 @@ A worker is called with the step's folder and a seed, which gives its inputs. It
 made of them, and compares nothing: test_tasks.py does, out of reach of the program that it judges.
 """
 
+import json
 import os
+import random
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -305,3 +308,204 @@ def ring_attention(folder, seed, backward):
     if not backward:
         return [output.detach()]
     return list(torch.autograd.grad(output, inputs, grad[:, :, where]))
+
+
+# Step 7
+
+KEEP_LAST = 0, 1, 3, 9
+SETTINGS = {"global_batch_size": 8, "seq_len": 16, "seed": 5}
+
+
+def saved_steps(seed):
+    return sorted(random.Random(seed).sample(range(1, 10**6), 4))
+
+
+def arguments(scratch, **settings):
+    settings = {"keep_last": 0, "resume": False, "load_hf": None, **SETTINGS, **settings}
+    return SimpleNamespace(save_dir=str(scratch), timeout=TIMEOUT, **settings)
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def alone(step):
+    """The mesh of a single process."""
+    return step.mesh.create_mesh({"dp": 1, "pp": 1, "cp": 1, "tp": 1}, "cpu", TIMEOUT)
+
+
+def complete(folder, seed, scratch):
+    """What counts as a checkpoint, and what is left, for each KEEP_LAST: [((step, name), ...), names]."""
+    step, results = launch.load(folder), []
+    for keep_last in KEEP_LAST:
+        place = Path(scratch, str(keep_last))
+        for name in [*(f"step-{number:08}" for number in saved_steps(seed)), "step-99999999.partial", "mine"]:
+            (place / name / "inside").mkdir(parents=True)
+        found = step.checkpoint.complete_checkpoints(str(place))
+        checkpoints = step.checkpoint.Checkpoints(arguments(place, keep_last=keep_last), None, alone(step))
+        checkpoints.remove_old()
+        results.append(([(number, path.name) for number, path in found.items()], names(place)))
+    return results
+
+
+class File:
+    """Stands for an open safetensors file, and counts the numbers that are read."""
+
+    def __init__(self, weights):
+        self.weights, self.count = weights, 0
+
+    def get_slice(self, name):
+        return Slice(self, self.weights[name])
+
+    def get_tensor(self, name):
+        return self.get_slice(name)[:]
+
+
+class Slice:
+    def __init__(self, file, weight):
+        self.file, self.weight = file, weight
+
+    def get_shape(self):
+        return list(self.weight.shape)
+
+    def __getitem__(self, place):
+        self.file.count += self.weight[place].numel()
+        return self.weight[place]
+
+
+def whole_weights(step, seed, **shape):
+    """{name: float64 tensor} of a whole model."""
+    with torch.device("meta"):
+        model = step.model.Llama(step.config.load_config("tiny", **{**TINY, **shape}))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return dict(zip(shapes, draw(seed, *shapes.values())))
+
+
+def slices(folder, seed):
+    """Two shards of the last of two stages: ({name: weight}, numbers read). And what is said of shapes."""
+    step, results = launch.load(folder), []
+    config = step.config.load_config("tiny", **TINY)
+    for rank in range(2):
+        file = File(whole_weights(step, seed))
+        step.huggingface.open_weights = lambda folder, file=file: dict.fromkeys(file.weights, file)
+        with torch.device("meta"):
+            model = step.model.Llama(config)
+        step.pipeline_parallel.pipeline_parallel(model, SimpleNamespace(rank=1, size=2))
+        stream = step.huggingface.hf_weights(model, "folder", SimpleNamespace(rank=rank, size=2))
+        results.append(({name: weight.clone() for name, weight in stream}, file.count))
+    shapes = {name: list(weight.shape) for name, weight in whole_weights(step, seed).items()}
+    wrong = {**shapes, "model.layers.2.mlp.up_proj.weight": [24, 17]}
+    missing = {name: shape for name, shape in shapes.items() if name != "model.norm.weight"}
+    return results, [message(step.huggingface.check_shapes, config, "folder", which)
+                     for which in (shapes, wrong, missing)]
+
+
+def message(function, *args):
+    """What the function returns, or the ValueError or OSError that it raises, as text."""
+    try:
+        return function(*args)
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def cut(step, name, tensor, tp):
+    dim = step.tensor_parallel.shard_dim(name)
+    return tensor.clone() if dim is None else part(tensor, dim, tp.rank, tp.size)
+
+
+def create_trainee(step, seed, tp):
+    """A model's shards and their optimizer."""
+    with torch.device("meta"):
+        model = step.model.Llama(step.config.load_config("tiny", **TINY))
+    weights = ((name, cut(step, name, weight, tp)) for name, weight in whole_weights(step, seed).items())
+    step.model.load_weights(model, weights, "cpu", torch.float64)
+    return model, step.train.create_optimizer(model, SimpleNamespace(weight_decay=0.1, device="cpu"))
+
+
+def train(step, model, optimizer, seed, tp):
+    """One training step, with gradients that are drawn."""
+    grads = whole_weights(step, seed)
+    for name, parameter in model.named_parameters():
+        parameter.grad = cut(step, name, grads[name], tp)
+    optimizer.step()
+
+
+def learned(model, optimizer):
+    """{name: weight, and AdamW's tensors by their keys}"""
+    return {name: {"weight": parameter.detach().clone(), **optimizer.state[parameter]}
+            for name, parameter in model.named_parameters()}
+
+
+def state(folder, seed, scratch):
+    """Two shards write their training_state. Returns what one that knows nothing has after reading it."""
+    import torch.distributed.checkpoint as dcp
+    step = launch.load(folder)
+    tp = step.mesh.create_mesh({"dp": 1, "pp": 1, "cp": 1, "tp": 2}, "cpu", TIMEOUT).tp
+    model, optimizer = create_trainee(step, seed, tp)
+    train(step, model, optimizer, seed + 1, tp)
+    dcp.save(step.checkpoint.training_state(model, optimizer, tp), checkpoint_id=scratch)
+    model, optimizer = create_trainee(step, seed + 2, tp)
+    dcp.load(step.checkpoint.training_state(model, optimizer, tp), checkpoint_id=scratch)
+    return learned(model, optimizer)
+
+
+def read_whole(scratch, shapes):
+    """Reads tensors of a checkpoint by their names, in a single process."""
+    import torch.distributed.checkpoint as dcp
+    tensors = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    dcp.load(tensors, checkpoint_id=scratch)
+    return tensors
+
+
+def save(folder, seed, scratch):
+    """Two shards save after training steps 3, 4 and 5; in a fourth save one of them can't write.
+
+    Returns names of what is there, run.json, config.json, the error, and what is learned from checkpoint 4.
+    """
+    from torch.distributed.checkpoint import FileSystemWriter
+    step = launch.load(folder)
+    mesh = step.mesh.create_mesh({"dp": 1, "pp": 1, "cp": 1, "tp": 2}, "cpu", TIMEOUT)
+    config = step.config.load_config("tiny", **TINY)
+    checkpoints = step.checkpoint.Checkpoints(arguments(scratch, keep_last=2), config, mesh)
+    model, optimizer = create_trainee(step, seed, mesh.tp)
+    for number in (3, 4, 5):
+        train(step, model, optimizer, seed + number, mesh.tp)
+        checkpoints.save(number, model, optimizer)
+    mesh.world.all_reduce(torch.zeros(1))  # all are here before anyone looks
+    there = names(scratch)
+    run, described = (json.loads(Path(scratch, "step-00000004", f"{name}.json").read_text())
+                      for name in ("run", "config"))
+
+    def no_space(*args):
+        raise OSError("nothing is free")
+
+    if mesh.tp.rank == 1:
+        FileSystemWriter.write_data = no_space
+    error = message(checkpoints.save, 6, model, optimizer)
+    model, optimizer = create_trainee(step, seed + 1, mesh.tp)
+    checkpoints.load(4, model, optimizer)
+    return there, run, described, error, learned(model, optimizer)
+
+
+def start(folder, seed, scratch):
+    """Where runs go on with and without a checkpoint, and with which weights they start."""
+    step = launch.load(folder)
+    mesh, config = alone(step), step.config.load_config("tiny", **TINY)
+    find = step.checkpoint.newest_checkpoint
+    results = [message(find, arguments(scratch, resume=resume), config) for resume in (False, True)]
+    model, optimizer = create_trainee(step, seed, mesh.tp)
+    for number in (4, 11):
+        step.checkpoint.Checkpoints(arguments(scratch), config, mesh).save(number, model, optimizer)
+    for other in ({"resume": True}, {}, {"resume": True, "seed": 6}, {"resume": True, "seq_len": 32}):
+        results.append(message(find, arguments(scratch, **other), config))
+    larger = step.config.load_config("tiny", **{**TINY, "num_hidden_layers": 6})
+    results.append(message(find, arguments(scratch, resume=True), larger))
+    file = File(whole_weights(step, seed))
+    step.huggingface.open_weights = lambda folder: dict.fromkeys(file.weights, file)
+    streams = []
+    for settings, number in (({}, 0), ({"load_hf": "folder"}, 0), ({"load_hf": "folder"}, 4)):
+        with torch.device("meta"):
+            model = step.model.Llama(config)
+        args = arguments(scratch, **settings)
+        streams.append(dict(step.checkpoint.starting_weights(model, args, number, mesh.tp)))
+    return results, streams

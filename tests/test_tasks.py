@@ -352,3 +352,100 @@ def test_step06_attention(student):
 
 def test_step06_attention_backward(student):
     check_attention(student, backward=True)
+
+
+# Step 7
+
+def test_step07_complete(student, tmp_path):
+    (results,) = student("step07", workers.complete, tmp_path)
+    steps = workers.saved_steps(student.seed)
+    folders = [f"step-{step:08}" for step in steps]
+    for keep_last, (found, left) in zip(workers.KEEP_LAST, results):
+        assert found == list(zip(steps, folders)), "complete_checkpoints"
+        assert left == ["mine", *folders[-keep_last:]], f"what is left with keep_last {keep_last}"
+
+
+def test_step07_slices(student, whole):
+    ((shards, messages),) = student("step07", workers.slices)
+    weights = workers.whole_weights(whole, student.seed)
+    last_stage = {name: weight for name, weight in weights.items()
+                  if "embed" not in name and not any(f"layers.{layer}." in name for layer in range(3))}
+    for rank, (found, count) in enumerate(shards):
+        assert sorted(found) == sorted(last_stage), "of the last stage"
+        for name, weight in last_stage.items():
+            dim = 1 if "o_proj" in name or "down_proj" in name else None if "norm" in name else 0
+            expected = weight if dim is None else workers.part(weight, dim, rank, 2)
+            check(f"process {rank}, {name}", found[name], expected, tolerance=0)
+        held = sum(weight.numel() for weight in found.values())
+        assert count == held, f"process {rank} read {count} numbers for the {held} that it keeps"
+    fits, wrong, missing = messages
+    assert fits is None, f"of shapes that fit: {fits}"
+    assert wrong.startswith("ValueError") and "model.layers.2.mlp.up_proj.weight" in wrong
+    assert missing.startswith("ValueError") and "model.norm.weight" in missing
+
+
+def trained_twin(whole, seed, *gradient_seeds):
+    """The whole model after training steps with these gradients: {name: its tensors}."""
+    tp = workers.SimpleNamespace(rank=0, size=1)
+    step = workers.SimpleNamespace(**vars(whole), tensor_parallel=workers.SimpleNamespace(
+        shard_dim=lambda name: None))
+    model, optimizer = workers.create_trainee(step, seed, tp)
+    for gradient_seed in gradient_seeds:
+        workers.train(step, model, optimizer, gradient_seed, tp)
+    return workers.learned(model, optimizer)
+
+
+def check_learned(results, expected):
+    """Each process's shards against the whole tensors. A step counter isn't cut."""
+    for rank, found in enumerate(results):
+        assert sorted(found) == sorted(expected)
+        for name, tensors in expected.items():
+            dim = 1 if "o_proj" in name or "down_proj" in name else None if "norm" in name else 0
+            for key, tensor in tensors.items():
+                mine = tensor if dim is None or key == "step" else workers.part(tensor, dim, rank, 2)
+                check(f"process {rank}, {key} of {name}", found[name][key], mine)
+
+
+def test_step07_state(student, whole, tmp_path):
+    results = student("step07", workers.state, tmp_path, nproc=2)
+    expected = trained_twin(whole, student.seed, student.seed + 1)
+    check_learned(results, expected)
+    stored = {name if key == "weight" else f"{key}.{name}": tensor
+              for name, tensors in expected.items() for key, tensor in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    run = launch.fork(workers.read_whole, tmp_path, shapes, timeout=30)
+    if any(run.statuses):
+        pytest.fail(f"a single process can't read what two wrote\n{run.output}", pytrace=False)
+    for name, tensor in stored.items():
+        check(f"{name}, written by two processes and read by one", run.results[0][name], tensor)
+
+
+def test_step07_save(student, whole, tmp_path):
+    results = student("step07", workers.save, tmp_path, nproc=2)
+    for there, run, described, error, _ in results:
+        assert there == ["step-00000004", "step-00000005"], "with keep_last 2, after three saves"
+        assert run == {"step": 4, **workers.SETTINGS}, "run.json"
+        assert described["model_type"] == "llama" and described["hidden_size"] == 16, "config.json"
+        assert str(error).startswith("OSError") and "nothing is free" in error, f"a save that fails: {error}"
+    complete = [path.name for path in tmp_path.glob("step-*") if path.suffix != ".partial"]
+    assert sorted(complete) == ["step-00000004", "step-00000005"], "after a save that failed"
+    check_learned([result[-1] for result in results],
+                  trained_twin(whole, student.seed, student.seed + 3, student.seed + 4))
+
+
+def test_step07_start(student, whole, tmp_path):
+    (((fresh, nothing, newest, unasked, seed, seq_len, larger), streams),) = student(
+        "step07", workers.start, tmp_path)
+    assert (fresh, nothing, newest) == (0, 0, 11)
+    for text, names in ((unasked, "--resume"), (seed, "seed"), (seq_len, "seq_len"), (larger, "layers.5")):
+        assert str(text).startswith("ValueError") and names in text, f"{names}: {text}"
+    with torch.device("meta"):
+        model = whole.model.Llama(whole.config.load_config("tiny", **workers.TINY))
+    initial, weights = (dict(whole.model.initial_weights(model, workers.SETTINGS["seed"])),
+                        workers.whole_weights(whole, student.seed))
+    for what, found, expected in (("a new run", streams[0], initial), ("--load_hf", streams[1], weights)):
+        assert sorted(found) == sorted(expected), what
+        for name, weight in expected.items():
+            check(f"{what}, {name}", found[name], weight)
+    shapes = {name: tuple(weight.shape) for name, weight in streams[2].items()}
+    assert shapes == {name: tuple(weight.shape) for name, weight in weights.items()}, "before a checkpoint"

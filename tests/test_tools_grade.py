@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import test_tasks
 
 import grade
+import guard
 import handout
 import launch
 from mistakes import MISTAKES, plant
@@ -169,6 +171,30 @@ def test_a_mistake_is_not_found_by_writing_all_anew(tmp_path):
         (tmp_path / FOLDER / name).write_text(text.replace("bucket", "bin"))
     ((_, result),) = grade.grade(tmp_path, "step02", "bug", seed=0)
     assert not result.passed and "lines differ from the right program" in result.diagnosis
+
+
+def remove_trees(own, other):
+    """Returns what the guard says to removing folders below its temporary folder and elsewhere."""
+    tempfile.tempdir = str(own)
+    guard.install(launch.ROOT)
+    said = []
+    for folder in (own, other):
+        try:
+            shutil.rmtree(folder / "tree")
+            said.append("")
+        except PermissionError as error:
+            said.append(str(error))
+    return said
+
+
+def test_the_guard_sees_through_descriptors_of_folders(tmp_path):
+    """shutil.rmtree names a file relative to its folder."""
+    for name in ("own", "other"):
+        (tmp_path / name / "tree/inside").mkdir(parents=True)
+        (tmp_path / name / "tree/inside/file").touch()
+    ((own, other),) = launch.fork(remove_trees, tmp_path / "own", tmp_path / "other").check().results
+    assert own == "" and not (tmp_path / "own/tree").exists()
+    assert other.startswith("not in a graded program") and (tmp_path / "other/tree/inside/file").exists()
 
 
 def test_only_files_of_the_tasks_are_taken(tmp_path):

@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import test_same_run
@@ -105,8 +107,10 @@ def run_test(name, steps, seed=0):
         test_same_run.test_same_run(steps, seed, LAYOUTS[name])
     else:
         test = getattr(test_tasks, name)
-        fixtures = {"student": test_tasks.Student(steps, seed), "whole": launch.load(folders()["step01"])}
-        test(*(fixtures[name] for name in inspect.signature(test).parameters))
+        with tempfile.TemporaryDirectory() as scratch:
+            fixtures = {"student": test_tasks.Student(steps, seed), "tmp_path": Path(scratch),
+                        "whole": launch.load(folders()["step01"])}
+            test(*(fixtures[name] for name in inspect.signature(test).parameters))
 
 
 def passes(task, steps):

@@ -21,6 +21,7 @@ from steps import ROOT, folders
 TESTS = ["conftest.py", "diagnose.py", "guard.py", "launch.py", "same_run.py", "task_workers.py",
          "test_same_run.py", "test_tasks.py", "warm.py"]
 BUG_POINTS, MAX_CHANGED = 10, 10  # a mistake is found if so many lines or fewer differ from the right program
+TASK_SECONDS, BUG_SECONDS = 180, 900  # time limits: of a task's tests, and of all layouts of a step
 
 
 def load_tasks():
@@ -33,12 +34,12 @@ def load_tasks():
             layouts = [f"test_same_run[{step}-{layout}]" for layout in task.get("layouts", [])]
             task["tests"] = [f"tests/test_tasks.py::{name}" for name in names]
             task["tests"] += [f"tests/test_same_run.py::{name}" for name in layouts]
-            task["num_tests"] = len(task["tests"])
+            task["num_tests"], task["seconds"] = len(task["tests"]), TASK_SECONDS
     return steps
 
 
 def bug_task(step):
-    return {"name": "The mistake", "points": BUG_POINTS, "num_tests": 1,
+    return {"name": "The mistake", "points": BUG_POINTS, "num_tests": 1, "seconds": BUG_SECONDS,
             "tests": ["tests/test_same_run.py", "-k", f"{step} and not torchrun"]}
 
 
@@ -129,7 +130,7 @@ def write(step, out, kind="tasks", seed=None):
     prepare(step, out)
     tasks, sheet = write_tasks(step, out) if kind == "tasks" else write_bug(step, out, seed)
     (out / "ASSIGNMENT.md").write_text(sheet, encoding="utf-8")
-    keys = "name", "points", "tests", "num_tests"
+    keys = "name", "points", "tests", "num_tests", "seconds"
     assignment = {"step": step, "kind": kind, "tasks": [{key: task[key] for key in keys} for task in tasks]}
     (out / "assignment.json").write_text(json.dumps(assignment, indent=2) + "\n")
 
