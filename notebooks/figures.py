@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import PIL.Image
 from IPython.display import Image, Markdown, display
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 plt.rcParams.update({
     "figure.constrained_layout.use": True, "figure.dpi": 110, "font.size": 9, "axes.titlesize": 10,
@@ -71,6 +72,7 @@ def draw_curves(runs):
     for ax, title, unit in zip(axes, ("loss", "gradient norm", "relative difference to " + next(iter(runs))),
                                ("nats per token", "", "")):
         ax.set(title=title, xlabel="training step", ylabel=unit)
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         ax.legend(fontsize=7)
     axes[2].set_ylim(3e-18, 1e2)
     return figure
