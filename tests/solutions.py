@@ -4,6 +4,54 @@
 """
 
 SOLUTIONS = {
+    "01_single_gpu": {
+        1: {True: """
+def training_days(config, num_tokens, seq_len, num_devices, peak_flops, mfu):
+    attention = 12 * config.num_hidden_layers * config.hidden_size * seq_len
+    flops = num_tokens * (6 * num_parameters(config) + attention)
+    return flops / (num_devices * peak_flops * mfu) / 86_400
+""", False: """
+def training_days(config, num_tokens, seq_len, num_devices, peak_flops, mfu):
+    return 6 * num_parameters(config) * num_tokens / (num_devices * peak_flops * mfu) / 86_400
+"""},
+        2: {True: """
+def rotate(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.complex(first, second) * torch.complex(cos.to(x.dtype), sin.to(x.dtype))
+    return torch.cat([turned.real, turned.imag], dim=-1)
+""", False: """
+def rotate(x, cos, sin):
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.complex(first, second) * torch.complex(cos.to(x.dtype), sin.to(x.dtype))
+    return torch.stack([turned.real, turned.imag], dim=-1).flatten(-2)
+"""},
+        3: {True: """
+def forward_backward(model, micro_batches, num_tokens, autocast):
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with autocast:
+            loss = model.cross_entropy(model(inputs), targets) / num_tokens
+        loss.backward()
+        total += loss.detach()
+    return total
+""", False: """
+def forward_backward(model, micro_batches, num_tokens, autocast):
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with autocast:
+            loss = model.cross_entropy(model(inputs), targets) / targets.numel()
+        loss.backward()
+        total += loss.detach() / len(micro_batches)
+    return total
+"""},
+        4: {True: """
+def culprit():
+    return "step01-no-clipping"
+""", False: """
+def culprit():
+    return "step01-weight-decay-on-norms-too"
+"""},
+    },
     "02_data_parallel": {
         1: {True: """
 def bytes_sent(num_parameters, dp):
