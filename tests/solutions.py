@@ -189,4 +189,47 @@ def culprit():
     return "step04-gradients-go-to-the-wrong-micro-batch"
 """},
     },
+    "06_context_parallel": {
+        1: {True: """
+def bytes_sent(config, sequences, seq_len, cp):
+    piece = 2 * sequences * config.num_key_value_heads * seq_len // cp * config.head_dim
+    return 4 * config.num_hidden_layers * (3 * cp - 2) * piece if cp > 1 else 0
+""", False: """
+def bytes_sent(config, sequences, seq_len, cp):
+    piece = 2 * sequences * config.num_key_value_heads * seq_len // cp * config.head_dim
+    return 4 * config.num_hidden_layers * 3 * (cp - 1) * piece
+"""},
+        2: {True: """
+def positions_needed(config, flops, bandwidth):
+    keys_per_head = 2 * config.num_key_value_heads / config.num_attention_heads
+    return int(-(-keys_per_head * flops // bandwidth))
+""", False: """
+def positions_needed(config, flops, bandwidth):
+    return int(-(-config.num_key_value_heads * flops // (config.num_attention_heads * bandwidth)))
+"""},
+        3: {True: """
+def striped_positions(cp, length, device):
+    return torch.arange(length, device=device) * cp.size + cp.rank
+
+
+def striped_visible(rank, owner, length):
+    if owner <= rank:
+        return slice(0, length), slice(0, length), True
+    return slice(1, length), slice(0, length - 1), True
+""", False: """
+def striped_positions(cp, length, device):
+    return torch.arange(length, device=device) * cp.size + cp.rank
+
+
+def striped_visible(rank, owner, length):
+    return slice(0, length), slice(0, length), True
+"""},
+        4: {True: """
+def culprit():
+    return "step06-gradients-of-others'-keys-and-values-are-dropped"
+""", False: """
+def culprit():
+    return "step06-gradients-are-not-summed-over-cp"
+"""},
+    },
 }
