@@ -4,6 +4,95 @@
 """
 
 SOLUTIONS = {
+    "00_processes_and_collectives": {
+        1: {True: """
+def predict(operation, before):
+    sums = [sum(numbers) for numbers in zip(*before)]
+    return {"broadcast": [before[0]] * len(before),
+            "all-gather": [[number for numbers in before for number in numbers]] * len(before),
+            "all-reduce": [sums] * len(before),
+            "reduce-scatter": [[number] for number in sums]}[operation]
+""", False: """
+def predict(operation, before):
+    sums = [sum(numbers) for numbers in zip(*before)]
+    return {"broadcast": [before[0]] * len(before),
+            "all-gather": [[number for numbers in before for number in numbers]] * len(before),
+            "all-reduce": [sums] * len(before),
+            "reduce-scatter": [sums] * len(before)}[operation]
+"""},
+        2: {True: """
+def groups(sizes, axis):
+    names = list(sizes)
+    stride = 1
+    for name in names[names.index(axis) + 1:]:
+        stride *= sizes[name]
+    world = 1
+    for size in sizes.values():
+        world *= size
+    return [[first + i * stride for i in range(sizes[axis])]
+            for first in range(world) if first // stride % sizes[axis] == 0]
+""", False: """
+def groups(sizes, axis):
+    world = 1
+    for size in sizes.values():
+        world *= size
+    return [list(range(first, first + sizes[axis])) for first in range(0, world, sizes[axis])]
+"""},
+        3: {True: """
+def my_all_reduce(tensor):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    passing = tensor.clone()
+    for _ in range(size - 1):
+        coming = torch.empty_like(tensor)
+        works = dist.isend(passing, (rank + 1) % size), dist.irecv(coming, (rank - 1) % size)
+        for work in works:
+            work.wait()
+        tensor += coming
+        passing = coming
+""", False: """
+def my_all_reduce(tensor):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(size - 1):
+        coming = torch.empty_like(tensor)
+        works = dist.isend(tensor, (rank + 1) % size), dist.irecv(coming, (rank - 1) % size)
+        for work in works:
+            work.wait()
+        tensor += coming
+"""},
+        4: {True: '''
+def repaired():
+    return """
+loss, memory = torch.tensor(rank + 1.0), torch.tensor(100 + 10 * rank)
+dist.all_reduce(loss)
+loss /= size
+dist.all_reduce(memory, dist.ReduceOp.MAX)
+if rank == 0:
+    print(f"mean loss {loss.item()}, memory {memory.item()}")
+"""
+''', False: """
+def repaired():
+    return HANGING.replace("dist.all_reduce(loss / size)", "dist.all_reduce(loss)")
+"""},
+        5: {True: """
+def doubling_all_reduce(tensor):
+    rank, size, distance = dist.get_rank(), dist.get_world_size(), 1
+    while distance < size:
+        other, coming = rank ^ distance, torch.empty_like(tensor)
+        works = dist.isend(tensor, other), dist.irecv(coming, other)
+        for work in works:
+            work.wait()
+        tensor += coming
+        distance *= 2
+""", False: """
+def doubling_all_reduce(tensor):
+    rank, size, distance = dist.get_rank(), dist.get_world_size(), 1
+    other, coming = rank ^ distance, torch.empty_like(tensor)
+    works = dist.isend(tensor, other), dist.irecv(coming, other)
+    for work in works:
+        work.wait()
+    tensor += coming
+"""},
+    },
     "01_single_gpu": {
         1: {True: """
 def training_days(config, num_tokens, seq_len, num_devices, peak_flops, mfu):
@@ -230,6 +319,47 @@ def culprit():
 """, False: """
 def culprit():
     return "step06-gradients-are-not-summed-over-cp"
+"""},
+    },
+    "07_4d": {
+        1: {True: """
+def place(rank, sizes):
+    where = {}
+    for name, size in reversed(sizes.items()):
+        where[name], rank = rank % size, rank // size
+    return {name: where[name] for name in sizes}
+""", False: """
+def place(rank, sizes):
+    where = {}
+    for name, size in sizes.items():
+        where[name], rank = rank % size, rank // size
+    return where
+"""},
+        2: {True: """
+def same_weights(rank, sizes):
+    dp, pp, cp, tp = sizes.values()
+    mine = rank // (cp * tp) % pp, rank % tp
+    return [other for other in range(dp * pp * cp * tp) if (other // (cp * tp) % pp, other % tp) == mine]
+""", False: """
+def same_weights(rank, sizes):
+    dp, pp, cp, tp = sizes.values()
+    return list(range(rank % (pp * cp * tp), dp * pp * cp * tp, pp * cp * tp))
+"""},
+        4: {True: """
+def hf_weights(model, folder, tp):
+    files = open_weights(folder)
+    for name, parameter in model.named_parameters():
+        where = [slice(None)] * parameter.dim()
+        if shard_dim(name) is not None:
+            size = parameter.size(shard_dim(name)) // tp.size
+            where[shard_dim(name)] = slice(tp.rank * size, (tp.rank + 1) * size)
+        yield name, files[name].get_slice(name)[tuple(where)]
+""", False: """
+def hf_weights(model, folder, tp):
+    files = open_weights(folder)
+    for name, parameter in model.named_parameters():
+        weight = files[name].get_slice(name)[:]
+        yield name, weight if shard_dim(name) is None else weight.chunk(tp.size, shard_dim(name))[tp.rank]
 """},
     },
 }
