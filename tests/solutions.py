@@ -278,6 +278,66 @@ def culprit():
     return "step04-gradients-go-to-the-wrong-micro-batch"
 """},
     },
+    "05_pipeline_1f1b": {
+        1: {True: """
+def activation_bytes(engine, stage, num_stages, num_micro_batches, num_layers, bytes_per_layer):
+    limit = num_micro_batches if engine == "afab" else num_stages - stage
+    return min(limit, num_micro_batches) * num_layers // num_stages * bytes_per_layer
+""", False: """
+def activation_bytes(engine, stage, num_stages, num_micro_batches, num_layers, bytes_per_layer):
+    limit = num_micro_batches if engine == "afab" else num_stages
+    return min(limit, num_micro_batches) * num_layers // num_stages * bytes_per_layer
+"""},
+        2: {True: """
+def one_forward_one_backward(stage, num_stages, num_micro_batches):
+    order, begun = [], 0
+    for i in range(num_micro_batches):
+        while begun < min(num_micro_batches, i + num_stages - stage):
+            order.append(("forward", begun))
+            begun += 1
+        order.append(("backward", i))
+    return order
+""", False: """
+def one_forward_one_backward(stage, num_stages, num_micro_batches):
+    order, begun = [], 0
+    for i in range(num_micro_batches):
+        while begun < min(num_micro_batches, i + num_stages):
+            order.append(("forward", begun))
+            begun += 1
+        order.append(("backward", i))
+    return order
+"""},
+        3: {True: """
+def joined_transfers(stage, num_stages, num_micro_batches):
+    groups = []
+    for (transfer,) in transfers(one_f_one_b, stage, num_stages, num_micro_batches):
+        last = groups[-1][-1] if groups else ("", "", None)
+        if last[0] == "send" and transfer[0] == "receive" and last[2] == transfer[2]:
+            groups[-1].append(transfer)
+        else:
+            groups.append([transfer])
+    return groups
+""", False: """
+def joined_transfers(stage, num_stages, num_micro_batches):
+    return transfers(one_f_one_b, stage, num_stages, num_micro_batches)
+"""},
+        4: {True: """
+def zero_bubble(stage, num_stages, num_micro_batches):
+    order, late = [], 0
+    for action, i in one_f_one_b(stage, num_stages, num_micro_batches):
+        if action == "forward":
+            order.append((action, i))
+        else:
+            order.append(("input-grad", i))
+            if i >= stage:  # as late as the number in flight allows
+                order.append(("weight-grad", late))
+                late += 1
+    return order + [("weight-grad", i) for i in range(late, num_micro_batches)]
+""", False: """
+def zero_bubble(stage, num_stages, num_micro_batches):
+    return halves_together(stage, num_stages, num_micro_batches)
+"""},
+    },
     "06_context_parallel": {
         1: {True: """
 def bytes_sent(config, sequences, seq_len, cp):
