@@ -14,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from IPython.display import Markdown, display
@@ -25,6 +26,7 @@ import launch  # noqa: E402  (after the path is set)
 import same_run  # noqa: E402
 from diagnose import diagnose  # noqa: E402
 from mistakes import MISTAKES, plant  # noqa: E402
+from observe import main as observed  # noqa: E402
 
 
 # Running a step
@@ -43,24 +45,27 @@ def torchrun(*argv, nproc, timeout):
                           "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *argv, timeout=timeout)
 
 
-def run(program, *argv, nproc=1, observe=False, timeout=120):
+def run(program, *argv, nproc=1, observe=False, warm=False, timeout=120):
     """Runs a program of this repository, such as "step02_data_parallel/train.py", on the CPU.
 
     Prints the command that it runs. observe: with observe.py around the program, for traces and for what each
-    rank holds. Returns a Run; raises AssertionError with all output if it doesn't end well.
+    rank holds. warm: also observed, but in processes forked from one that has loaded torch, as in the tests;
+    for many processes. Returns a Run; raises AssertionError with all output if it doesn't end well.
     """
     argv = [*map(str, argv), "--use_cpu"]
     print(f"$ torchrun --nproc_per_node {nproc} {program} {' '.join(argv)}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        argv += ["--metrics_file", folder / "metrics.jsonl"]
-        if observe:
-            observer, options = [ROOT / "notebooks/observe.py", folder], ["--profile_dir", folder]
+        command = [ROOT / program, *argv, "--metrics_file", folder / "metrics.jsonl"]
+        if observe or warm:
+            command = [folder, *command, "--profile_dir", folder]
+        if warm:
+            ended = launch.fork(observed, *map(str, command), nproc=nproc, timeout=timeout).check()
         else:
-            observer, options = [], []
-        ended = torchrun(*observer, ROOT / program, *argv, *options, nproc=nproc, timeout=timeout).check()
+            observer = [ROOT / "notebooks/observe.py"] if observe else []
+            ended = torchrun(*observer, *command, nproc=nproc, timeout=timeout).check()
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        ranks = range(nproc) if observe else []
+        ranks = range(nproc) if observe or warm else []
         return Run(ended.statuses, ended.output, metrics,
                    traces=[Trace(folder / f"rank{rank}.json") for rank in ranks],
                    holds=[json.loads((folder / f"holds{rank}.json").read_text()) for rank in ranks])
@@ -153,27 +158,31 @@ class Trace:
     """
 
     def __init__(self, path):
-        self.all_spans, self.allocated = [], []
-        for event in json.loads(Path(path).read_text())["traceEvents"]:
+        self.text = Path(path).read_text()
+
+    @cached_property
+    def events(self):
+        """(spans, allocations), both by time. To take a trace to pieces lasts a second: only if asked for."""
+        spans, allocated = [], []
+        for event in json.loads(self.text)["traceEvents"]:
             if event.get("cat") == "user_annotation":
                 name, args = event["name"].removeprefix("gloo:"), event["args"]
                 name = "optimizer" if name.startswith("Optimizer.step") else name
                 tensor = (tuple(args["Input Dims"][0]), args["Input type"][0]) if "Input Dims" in args else ()
-                self.all_spans.append(Span(name, event["ts"] / 1e6, event["dur"] / 1e6, *tensor))
+                spans.append(Span(name, event["ts"] / 1e6, event["dur"] / 1e6, *tensor))
             elif event.get("name") == "[memory]":
-                self.allocated.append((event["ts"] / 1e6, event["args"]["Total Allocated"]))
-        self.all_spans.sort(key=lambda span: span.start)
-        self.allocated.sort()
+                allocated.append((event["ts"] / 1e6, event["args"]["Total Allocated"]))
+        return sorted(spans, key=lambda span: span.start), sorted(allocated)
 
     def training_step(self, step):
         """The span of a whole training step, counted from 1."""
-        (span,) = [span for span in self.all_spans if span.name == f"ProfilerStep#{step - 1}"]
+        (span,) = [span for span in self.events[0] if span.name == f"ProfilerStep#{step - 1}"]
         return span
 
     def spans(self, *kinds, step=3):
         """The spans of these kinds that start in a training step, in the order of their start."""
         window = self.training_step(step)
-        return [span for span in self.all_spans
+        return [span for span in self.events[0]
                 if span.kind in kinds and window.start <= span.start < window.end]
 
     def communication(self, step=3, during=()):
@@ -196,7 +205,7 @@ class Trace:
     def memory(self, step=3):
         """Returns (seconds, bytes): what is allocated during a training step, over what was at its start."""
         window = self.training_step(step)
-        inside = [(time, size) for time, size in self.allocated if window.start <= time < window.end]
+        inside = [(time, size) for time, size in self.events[1] if window.start <= time < window.end]
         return [time - window.start for time, _ in inside], [size - inside[0][1] for _, size in inside]
 
 

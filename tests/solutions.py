@@ -405,6 +405,13 @@ def same_weights(rank, sizes):
     dp, pp, cp, tp = sizes.values()
     return list(range(rank % (pp * cp * tp), dp * pp * cp * tp, pp * cp * tp))
 """},
+        3: {True: """
+def layout():
+    return "--dp 2 --pp 2 --cp 2 --tp 8 --grad_acc_steps 3"
+""", False: """
+def layout():
+    return "--dp 4 --pp 4 --cp 1 --tp 4 --grad_acc_steps 4"
+"""},
         4: {True: """
 def hf_weights(model, folder, tp):
     files = open_weights(folder)

@@ -188,9 +188,10 @@ def test_communication_is_counted(trace):
     assert [row["during"] for row in trace.communication(3, during=["forward"])] == ["forward", "neither"]
 
 
-def test_a_run_and_what_observing_adds(capsys):
+@pytest.mark.parametrize("how", ["observe", "warm"])
+def test_a_run_and_what_observing_adds(capsys, how):
     """A real run of step 2: its traces have the bytes of all gradients, and each rank holds AdamW's share."""
-    run = lesson.run("step02_data_parallel/train.py", "--seq_len", 16, "--steps", 4, nproc=2, observe=True)
+    run = lesson.run("step02_data_parallel/train.py", "--seq_len", 16, "--steps", 4, nproc=2, **{how: True})
     assert capsys.readouterr().out.startswith("$ torchrun --nproc_per_node 2 step02_data_parallel/train.py ")
     assert run.series("step") == [1, 2, 3, 4] and len(run.traces) == len(run.holds) == 2
     for trace, holds in zip(run.traces, run.holds):
@@ -329,6 +330,6 @@ def test_it_executes_from_top_to_bottom(path, notebook, request):
         pytest.skip("takes a minute: --notebooks runs it")
     from nbclient import NotebookClient
     NotebookClient(notebook, timeout=TIME_LIMIT, resources={"metadata": {"path": NOTEBOOKS}}).execute()
-    printed = [output.text for cell in code_cells(notebook) for output in cell.outputs
-               if output.output_type == "stream" and output.name == "stdout"]
+    printed = ["".join(output.text for output in cell.outputs if output.output_type == "stream")
+               for cell in code_cells(notebook)]
     assert len([text for text in printed if text == "not solved yet\n"]) == len(tagged(notebook, "check"))
