@@ -76,9 +76,10 @@ class Metrics:
 
 
 def open_rows(path, last_step):
-    """Opens a file of metrics to write on behind the row of last_step; later ones are dropped."""
+    """Opens a file of metrics to write on behind last_step's row; later rows and a cut one are dropped."""
     with open(path) as file:
-        rows = [line for line in file if last_step and json.loads(line)["step"] <= last_step]
+        rows = [line for line in file if last_step and line.endswith("\n")
+                and json.loads(line)["step"] <= last_step]
     file = open(path, "w")
     file.writelines(rows)
     return file

@@ -159,12 +159,13 @@ def test_resume_with_nothing_there_and_with_nothing_to_do(folder, tmp_path):
 
 
 def test_metrics_go_on_in_the_same_file(folder, tmp_path):
-    """Rows behind the checkpoint, of steps that are trained again, give way to the new ones."""
+    """Rows of steps that are trained again, and one that was cut, give way to the new ones."""
     file = tmp_path / "metrics.jsonl"
     argv = [*SMALL, "--save_dir", tmp_path / "saved", "--save_every", 2, "--use_cpu", "--metrics_file", file]
     launch.fork(workers.run_main, folder, [*argv, "--steps", 4]).check()
     whole = file.read_text()
     shutil.rmtree(tmp_path / "saved" / "step-00000004")
+    file.write_text(whole + '{"step": 5, "lo')  # the disk was full, or the run was killed
     launch.fork(workers.run_main, folder, [*argv, "--steps", 4, "--resume"]).check()
 
     def rows(text):
