@@ -28,7 +28,8 @@ LOOKS = {  # colour and hatch of what looks the same in all notebooks
     "activations": (GREEN, "xxxx"),
 }
 OTHER_LOOKS = [(PURPLE, "\\\\\\\\"), (RED, "----"), (BLUE, "||||"), ("0.85", "oo")]
-LINES = list(zip((BLUE, RED, GREEN, PURPLE, ORANGE), ("-", "--", "-.", ":", (0, (5, 1))), "osv^D"))
+LINES = list(zip((BLUE, RED, GREEN, PURPLE, ORANGE, BLACK, SKY),
+                 ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 3))), "osv^DPX"))
 
 
 def looks(names):

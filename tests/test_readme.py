@@ -57,5 +57,13 @@ def test_command(checkout, command):
     launch.fork(run_in, checkout, step, argv, nproc=nproc, timeout=120).check()
 
 
+def test_links_lead_somewhere():
+    """All relative ones; and every notebook has one."""
+    links = set(re.findall(r"\]\((?!https:)([^)#]+)\)", README))
+    assert not [link for link in links if not (launch.ROOT / link).exists()]
+    notebooks = {f"notebooks/{path.name}" for path in (launch.ROOT / "notebooks").glob("[0-9]*.ipynb")}
+    assert notebooks == {link for link in links if link.endswith(".ipynb")}
+
+
 def test_steps_that_exist_are_linked():
     assert set(re.findall(r"\]\((step\w+)\)", README)) == {path.name for path in launch.ROOT.glob("step0*")}

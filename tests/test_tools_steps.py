@@ -40,7 +40,8 @@ def test_rows(tmp_path):
     lines = tool.table(tmp_path).splitlines()
     assert lines[2].split() == ["step02_b", "3", "6", "5"] and lines[3].split() == ["2", "x.py"]
     assert tool.markdown(tmp_path).splitlines()[3] == (
-        f"| 2 | [step02_b](step02_b) | {tool.STEPS['step02']} | 3 | 6 | 5: x 2, z 3 |")
+        f"| 2 | [step02_b](step02_b) | {tool.STEPS['step02']} | [02](notebooks/02_b.ipynb) "
+        f"| {tool.VIDEOS['step02']} | 3 | 6 | 5: x 2, z 3 |")
 
 
 def test_the_table_has_every_step():
@@ -158,3 +159,13 @@ def test_carry_errors_are_one_line(repository, path, message):
     failed = run("carry.py", repository / path)
     assert failed.statuses == [2] and re.fullmatch("carry.py: error: .*\n", failed.output), failed.output
     assert message in failed.output
+
+
+# The figure
+
+def test_losses_of_all_steps_lie_on_one_another():
+    import losses
+    assert set(losses.LAYOUTS) == set(tool.STEPS)
+    figure = losses.draw(steps=2)
+    curves = [line.get_ydata() for line in figure.axes[0].lines]
+    assert len(curves) == len(tool.STEPS) and all(curve == pytest.approx(curves[0], rel=1e-9) for curve in curves)

@@ -21,6 +21,11 @@ STEPS = {  # what each step adds
     "step06": "sequences cut across processes: ring attention",
     "step07": "all four together, with checkpoints and the tools around a real run",
 }
+VIDEOS = {  # parts of the picotron series; the pipeline, context and 4D have none
+    "step01": "[part 1](https://www.youtube.com/watch?v=u2VSwDDpaBM)",
+    "step02": "[part 3](https://www.youtube.com/watch?v=k8EpWveM_t4)",
+    "step03": "[part 2](https://www.youtube.com/watch?v=qUMPaSWi5HI)",
+}
 MARKERS = "<!-- steps -->\n", "<!-- /steps -->\n"
 
 
@@ -68,11 +73,14 @@ def table(root=ROOT):
 
 
 def markdown(root=ROOT):
-    lines = ["| | folder | what it adds | files | lines | changed lines |", "|---|---|---|---|---|---|"]
+    titles = "", "folder", "what it adds", "notebook", "video", "files", "lines", "changed lines"
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for step, folder, files, length, changed in rows(root):
         details = ", ".join(f"{name.removesuffix('.py')} {count}" for name, count in changed.items())
         total = f"{sum(changed.values())}: {details}" if changed else ""
-        cells = int(step[4:]), f"[{folder}]({folder})", STEPS[step], files, f"{length:,}", total
+        notebook = f"[{folder[4:6]}](notebooks/{folder[4:]}.ipynb)"
+        cells = (int(step[4:]), f"[{folder}]({folder})", STEPS[step], notebook, VIDEOS.get(step, ""), files,
+                 f"{length:,}", total)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
