@@ -24,6 +24,7 @@ class Mistake:
     kind: str  # of the diagnosis
     mentions: str = ""  # words that the diagnosis has to contain
     layout: Layout = None  # where it shows, if not where all of this step's do
+    also: tuple = ()  # kinds that it may show as, too: a bucket changes while another thread reduces it
 
 
 def plant(mistake, scratch):
@@ -105,17 +106,17 @@ STEP02 = Layout("step02", dp=2, mbs=2), [
         "reduced after the first micro-batch only", "data_parallel.py",
         "bucket.missing = len(bucket.parameters) * self.num_micro_batches\n",
         "bucket.missing = len(bucket.parameters)\n",
-        PART),
+        PART, also=(UPDATE,)),
     Mistake(
         "reduced one micro-batch early", "data_parallel.py",
         "bucket.missing = len(bucket.parameters) * self.num_micro_batches\n",
         "bucket.missing = len(bucket.parameters) * (self.num_micro_batches - 1)\n",
-        PART),
+        PART, also=(UPDATE,)),
     Mistake(
         "reduced after every micro-batch", "data_parallel.py",
         "        if bucket.missing == 0:\n",
         "        if bucket.missing % len(bucket.parameters) == 0:\n",
-        PART),
+        PART, also=(UPDATE,)),
     Mistake(
         "only the first bucket is reduced", "data_parallel.py",
         "        if bucket.missing == 0:\n",
@@ -298,7 +299,9 @@ STEP04 = Layout("step04", pp=2), [
     Mistake(
         "reduced before the last backward", "data_parallel.py",
         "        if bucket.missing == 0:\n",
-        "        if bucket.missing == len(bucket.parameters):\n",
+        "        if bucket.missing == len(bucket.parameters):\n"
+        "            self.axis.all_reduce(bucket.buffer)\n"  # at once, so that the same comes out each time
+        "        if False:\n",
         PART, layout=Layout("step04", dp=2, pp=2, mbs=2)),
 ]
 

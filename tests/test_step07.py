@@ -304,7 +304,7 @@ def test_a_plan_has_the_memory_of_a_run(folder, step07, tmp_path, monkeypatch, n
     monkeypatch.chdir(tmp_path)
     argv = ["--hidden_size", 256, "--num_hidden_layers", 4, "--intermediate_size", 768, "--vocab_size", 1024,
             "--seq_len", 256, "--mbs", 4, "--grad_acc_steps", 2, "--steps", 2, *layout]
-    run = launch.fork(workers.peak_bytes, folder, [*argv, "--use_cpu"], nproc=nproc).check()
+    run = launch.fork(workers.peak_bytes, folder, [*argv, "--use_cpu"], nproc=nproc, timeout=300).check()
     args, config = step07.arguments.parse_args([*map(str, argv), "--dry_run"])
     for rank, measured in enumerate(run.results):
         stage = rank * args.pp_size // nproc if args.pp_size > 1 else 0

@@ -333,7 +333,8 @@ def test_killed_at_any_moment(folder, tmp_path):
         run = launch.fork(workers.run_main, folder, argv, nproc=2, timeout=chance.uniform(1, 3))
         if run.statuses == [0, 0]:
             break
-        assert set(run.statuses) <= {-9, 0}, run.output
+        # One dies a moment before the other, which may have time to notice.
+        assert set(run.statuses) <= {-9, 0} or "Connection" in run.output, run.output
         kills += 1
     launch.fork(workers.run_main, folder, argv, nproc=2).check()
     assert kills > 0
