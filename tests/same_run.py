@@ -21,8 +21,8 @@ SHAPE = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 24, "
 GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, MAX_GRAD_NORM = 12, 3, 0.5
 OPTIONS = ["--seq_len", 24, "--global_batch_size", GLOBAL_BATCH_SIZE, "--warmup_steps", 2,
            "--learning_rate", 0.005, "--max_grad_norm", MAX_GRAD_NORM]
-# Relative, of losses and norms; of weights ten times that. Training amplifies rounding, by how much depends on
-# the seed: within float32, 1e-7 to 1.4e-5 was measured over nine seeds.
+# Relative, of losses and norms; of weights ten times that. Training amplifies rounding, by how much depends
+# on the seed: in float32, 1e-7 to 1.4e-5 was measured over nine seeds.
 TOLERANCES = {"float64": 1e-11, "float32": 1e-3}
 
 

@@ -168,4 +168,5 @@ def test_losses_of_all_steps_lie_on_one_another():
     assert set(losses.LAYOUTS) == set(tool.STEPS)
     figure = losses.draw(steps=2)
     curves = [line.get_ydata() for line in figure.axes[0].lines]
-    assert len(curves) == len(tool.STEPS) and all(curve == pytest.approx(curves[0], rel=1e-9) for curve in curves)
+    assert len(curves) == len(tool.STEPS)
+    assert all(curve == pytest.approx(curves[0], rel=1e-9) for curve in curves)
