@@ -133,10 +133,11 @@ def kill_one_rank(folder, argv, nproc, scratch, options=()):
     return status, log.read_text(), seconds, [rank for rank in ranks if alive(rank)]
 
 
-def modules_at_start(folder):
-    """Names of all top-level modules that are loaded once train.py is."""
+def modules_at_start(folder, argv):
+    """Names of all top-level modules that are loaded once train.py has run."""
     sys.path.insert(0, str(folder))
-    import train  # noqa: F401
+    import train
+    train.main(argv)
     return {name for name in sys.modules if "." not in name}
 
 

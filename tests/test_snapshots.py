@@ -109,7 +109,9 @@ def flags_of(text):
 
 
 def test_starting_imports_torch_alone(folder):
-    (loaded,) = launch.fork(workers.modules_at_start, folder).check().results
+    """To the end of the first training step."""
+    argv = ["--steps", "1", "--num_hidden_layers", "1", "--seq_len", "16", "--use_cpu"]
+    (loaded,) = launch.fork(workers.modules_at_start, folder, argv).check().results
     assert "torch" in loaded and "train" in loaded
     assert not loaded & {"transformers", "datasets", "huggingface_hub", "pandas", "pyarrow", "matplotlib"}
 
